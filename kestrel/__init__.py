@@ -1,0 +1,1 @@
+"""kestrel: language models on an NVIDIA GPU, bit-identical to their CPU reference."""

@@ -1,0 +1,56 @@
+"""What the model needs of a backend, as protocols: memory, and programs made of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel.ops import Op
+
+
+class Buffer(Protocol):
+    """Memory of a backend; ``ptr`` is an address in that backend's space."""
+
+    @property
+    def ptr(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+class Program(Protocol):
+    """A list of ops made ready to run; buffers are bound, so it may be run again with new contents."""
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        """Run ops ``begin`` to ``end`` (exclusive; ``None`` is all), and return when they are done."""
+
+
+class Backend(Protocol):
+    name: str  # "cpu", "cuda:0", "simt"
+
+    def describe(self) -> dict[str, str]:
+        """Facts for dump headers and reports: isa, threads, device, versions."""
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+        """New memory, contents undefined."""
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+        """New memory, all bytes zero."""
+
+    def upload(self, array: npt.NDArray[Any]) -> Buffer:
+        """The array in backend memory; the CPU backend keeps the array itself (no copy)."""
+
+    def write(self, buffer: Buffer, array: npt.NDArray[Any]) -> None:
+        """Copy ``array`` to the start of ``buffer`` (dtypes equal, size at most the buffer's)."""
+
+    def read(self, buffer: Buffer, shape: Sequence[int] | None = None) -> npt.NDArray[Any]:
+        """A host copy of the first elements of ``buffer``, in ``shape`` (all of it by default)."""
+
+    def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
+        """Bytes of scratch that attention of these maxima needs in ``AttentionArgs.work``; 0 for none."""
+
+    def compile(self, ops: Sequence[Op]) -> Program: ...

@@ -1,0 +1,42 @@
+"""The errors that kestrel raises on purpose: each message says what, where and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KestrelError(Exception):
+    """Base of every error a user can cause; commands print it in one message and exit with 1."""
+
+
+class UsageError(KestrelError):
+    """A wrong flag, argument or environment value; commands exit with 2."""
+
+
+class ModelError(KestrelError):
+    """A model folder or file that is damaged or not supported.
+
+    Collects every fault found, so that a user sees the whole list at once.
+    """
+
+    def __init__(self, where: str, faults: Sequence[str]) -> None:
+        self.where = where
+        self.faults = list(faults)
+        if len(self.faults) == 1:
+            message = f"{where}: {self.faults[0]}"
+        else:
+            listed = "\n".join(f"  - {fault}" for fault in self.faults)
+            message = f"{where}: {len(self.faults)} faults\n{listed}"
+        super().__init__(message)
+
+
+class ContextOverflowError(KestrelError):
+    """A request that needs more positions than the context has; nothing was written."""
+
+
+class NonFiniteError(KestrelError):
+    """A NaN or infinity in the logits, with the first layer and operation that produced it."""
+
+
+class BackendError(KestrelError):
+    """A device that is missing, too small, or refused an operation."""

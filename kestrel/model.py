@@ -1,0 +1,498 @@
+"""The forward pass, once, as a list of ops over M rows."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel.backend import Backend, Buffer, Program
+from kestrel.config import ModelConfig
+from kestrel.kvcache import KVCache
+from kestrel.ops import OPS, Op, Weight, WType
+from kestrel.rope import attention_factor, inv_freq
+from kestrel.weights import QuantTensor, Weights
+
+TapLevel = Literal["off", "standard", "extended"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A buffer of the forward pass under a name of contract section 12."""
+
+    field: str  # "kraw"
+    layer: int | None  # None for fnorm and logits
+    op_index: int  # of the op after which the buffer holds the value
+    buffer: Buffer
+    offset: int  # bytes to the first row
+    stride: int  # bytes from row to row
+    nbytes: int  # of one row
+    dtype: np.dtype[Any]
+    by_slot: bool  # row m lies at slot base[m] + pos[m] instead of m
+    rows_from: int  # first row that has a value (logits of the last rows only)
+
+    def key(self, position: int) -> str:
+        return tap_key(position, self.layer, self.field)
+
+
+def tap_key(position: int, layer: int | None, field: str) -> str:
+    middle = "" if layer is None else f"l{layer}_"
+    return f"t{position}_{middle}{field}"
+
+
+@dataclass(frozen=True)
+class BoundWeight:
+    tensor: QuantTensor
+    codes: Buffer
+    scale: Buffer | None
+
+    @property
+    def struct(self) -> ctypes.Structure:
+        scale = self.scale.ptr if self.scale is not None else 0
+        return Weight(self.codes.ptr, scale, int(self.tensor.wtype), self.tensor.n, self.tensor.k, 0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled forward pass over ``rows`` rows with logits for the last ``logit_rows``."""
+
+    ops: list[Op]
+    taps: list[Tap]
+    program: Program
+
+
+class Model:
+    """Weights, activations and KV cache of one model on one backend.
+
+    ``max_rows`` bounds the rows of one forward pass; ``slots`` is the number of KV positions.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        backend: Backend,
+        *,
+        slots: int,
+        max_rows: int = 256,
+        max_logit_rows: int | None = None,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self.max_rows = max_rows
+        self.max_logit_rows = max_logit_rows or max_rows
+        self.kv = KVCache(backend, config, slots)
+        self._weights = {name: self._bind(tensor) for name, tensor in weights.items()}
+        self._buffers: dict[str, Buffer] = {}
+        self._inv_freq = backend.upload(inv_freq(config))
+        self._step = lru_cache(maxsize=32)(self._build_step)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def _bind(self, tensor: QuantTensor | npt.NDArray[np.float32]) -> BoundWeight | Buffer:
+        if not isinstance(tensor, QuantTensor):
+            return self.backend.upload(tensor)
+        scale = self.backend.upload(tensor.scale) if tensor.scale is not None else None
+        return BoundWeight(tensor, self.backend.upload(tensor.codes), scale)
+
+    def _matrix(self, name: str) -> BoundWeight:
+        bound = self._weights[name]
+        assert isinstance(bound, BoundWeight), name
+        return bound
+
+    def _vector(self, name: str) -> Buffer:
+        bound = self._weights[name]
+        assert not isinstance(bound, BoundWeight), name
+        return bound
+
+    def buffer(self, name: str, width: int, dtype: npt.DTypeLike, rows: int | None = None) -> Buffer:
+        """The activation ``name``, [rows, width], made at first use and kept: programs hold its address."""
+        if name not in self._buffers:
+            rows = self.max_rows if rows is None else rows
+            self._buffers[name] = self.backend.empty((rows, width), dtype)
+        return self._buffers[name]
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def step(self, rows: int, logit_rows: int, taps: TapLevel = "off") -> Step:
+        """The compiled forward pass; cached, so that decoding compiles once."""
+        if not 1 <= rows <= self.max_rows:
+            raise ValueError(f"rows must be 1 to {self.max_rows}, not {rows}")
+        if not 0 <= logit_rows <= min(rows, self.max_logit_rows):
+            raise ValueError(f"logit_rows must be 0 to {min(rows, self.max_logit_rows)}, not {logit_rows}")
+        return self._step(rows, logit_rows, taps)
+
+    def load_rows(
+        self,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        base: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Set the inputs of the next step: token ids, positions, and the first slot of each row's sequence."""
+        if base is None:
+            base = np.zeros_like(positions)
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size):
+            raise ValueError(f"token ids must lie in 0 .. {self.config.vocab_size - 1}")
+        if positions.size and (int(positions.min()) < 0 or int((base + positions).max()) >= self.kv.slots):
+            raise ValueError(f"positions must lie in 0 .. {self.kv.slots - 1}")
+        for name, array in (("ids", ids), ("pos", positions), ("base", base)):
+            self.backend.write(self.buffer(name, 1, np.int32), np.ascontiguousarray(array, np.int32))
+
+    def logits(self, rows: int) -> npt.NDArray[np.float32]:
+        """f32[rows, V] of the last step."""
+        buffer = self.buffer("logits", self.config.vocab_size, np.float32, self.max_logit_rows)
+        return self.backend.read(buffer, (rows, self.config.vocab_size))
+
+    def argmax(self, rows: int) -> npt.NDArray[np.int32]:
+        """i32[rows]: the greedy choice for each logit row of the last step, -1 where a logit is not finite."""
+        return self.backend.read(self.buffer("next", 1, np.int32, self.max_logit_rows), (rows,))
+
+    def hashes(self, step: Step, rows: int) -> npt.NDArray[np.uint64]:
+        """u64[taps, rows] of the last step."""
+        buffer = self.buffer("hash", self.max_rows, np.uint64, len(step.taps))
+        return self.backend.read(buffer, (len(step.taps), self.max_rows))[:, :rows]
+
+    def _build_step(self, rows: int, logit_rows: int, taps: TapLevel) -> Step:
+        builder = _StepBuilder(self, rows, logit_rows, taps)
+        builder.build()
+        return Step(builder.ops, builder.taps, self.backend.compile(builder.ops))
+
+
+class _StepBuilder:
+    """Emits the ops of one step in data-flow order."""
+
+    def __init__(self, model: Model, rows: int, logit_rows: int, taps: TapLevel) -> None:
+        self.model = model
+        self.config = model.config
+        self.M = rows
+        self.L = logit_rows
+        self.tap_level = taps
+        self.ops: list[Op] = []
+        self.taps: list[Tap] = []
+
+    def build(self) -> None:
+        c = self.config
+        x = self._f32("x", c.hidden_size)
+        ids = self.model.buffer("ids", 1, np.int32)
+        self._emit("embed", "embed", w=self.model._matrix("embed").struct, ids=ids, x=x, M=self.M)
+        for layer in range(c.num_layers):
+            self._attention(layer, x)
+            self._ffn(layer, x)
+        if self.L:
+            self._output(x)
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _attention(self, layer: int, x: Buffer) -> None:
+        c, m = self.config, self.model
+        name = f"layers.{layer}."
+        ld = c.q_size + 2 * c.kv_size
+        k_at, v_at = 4 * c.q_size, 4 * (c.q_size + c.kv_size)
+        pos, base = m.buffer("pos", 1, np.int32), m.buffer("base", 1, np.int32)
+        kv = m.kv.layers[layer]
+
+        nrm = self._norm(layer, "attn_norm", x)
+        self._tap("nrm", layer, nrm, c.hidden_size)
+        qkv = self._f32("qkv", ld)
+        self._matmul(f"l{layer}.qkv", [name + "q", name + "k", name + "v"], nrm, qkv)
+        self._tap("qraw", layer, qkv, c.q_size, width=ld, extended=True)
+        self._tap("kraw", layer, qkv, c.kv_size, offset=k_at, width=ld)
+        self._tap("vraw", layer, qkv, c.kv_size, offset=v_at, width=ld, extended=True)
+        if c.qk_norm:
+            norm = dict(M=self.M, hd=c.head_dim, ld=ld, eps=c.rms_norm_eps)
+            q_norm, k_norm = m._vector(name + "q_norm"), m._vector(name + "k_norm")
+            self._emit("qk_norm", f"l{layer}.q_norm", x=qkv, w=q_norm, heads=c.num_heads, **norm)
+            self._emit("qk_norm", f"l{layer}.k_norm", x=(qkv, k_at), w=k_norm, heads=c.num_kv_heads, **norm)
+            self._tap("qnorm", layer, qkv, c.q_size, width=ld, extended=True)
+            self._tap("knorm", layer, qkv, c.kv_size, offset=k_at, width=ld)
+        self._emit(
+            "rope",
+            f"l{layer}.rope",
+            x=qkv,
+            pos=pos,
+            inv_freq=m._inv_freq,
+            M=self.M,
+            heads=c.num_heads + c.num_kv_heads,
+            hd=c.head_dim,
+            ld=ld,
+            factor=attention_factor(c),
+        )
+        self._tap("krope", layer, qkv, c.kv_size, offset=k_at, width=ld, extended=True)
+        self._emit(
+            "kv_append",
+            f"l{layer}.kv_append",
+            k=(qkv, k_at),
+            v=(qkv, v_at),
+            kq=kv.kq,
+            ks=kv.ks,
+            vq=kv.vq,
+            vs=kv.vs,
+            pos=pos,
+            base=base,
+            M=self.M,
+            nkv=c.num_kv_heads,
+            hd=c.head_dim,
+            ld=ld,
+        )
+        self._tap("k", layer, kv.kq, c.kv_size, by_slot=True)
+        self._tap("ks", layer, kv.ks, c.num_kv_heads, by_slot=True)
+        self._tap("v", layer, kv.vq, c.kv_size, by_slot=True)
+        self._tap("vs", layer, kv.vs, c.num_kv_heads, by_slot=True)
+        self._tap("qrope", layer, qkv, c.q_size, width=ld)
+        attn = self._f32("attn", c.q_size)
+        self._emit(
+            "attention",
+            f"l{layer}.attention",
+            q=qkv,
+            kq=kv.kq,
+            ks=kv.ks,
+            vq=kv.vq,
+            vs=kv.vs,
+            pos=pos,
+            base=base,
+            out=attn,
+            work=self._attention_work(),
+            M=self.M,
+            nh=c.num_heads,
+            nkv=c.num_kv_heads,
+            hd=c.head_dim,
+            ld=ld,
+            qscale=1.0 / math.sqrt(float(c.head_dim)),
+        )
+        self._tap("attn", layer, attn, c.q_size)
+        out = self._f32("out", c.hidden_size)
+        self._matmul(f"l{layer}.o", [name + "o"], attn, out)
+        self._add(f"l{layer}.attn_residual", x, out)
+        self._tap("ores", layer, x, c.hidden_size)
+
+    def _ffn(self, layer: int, x: Buffer) -> None:
+        c = self.config
+        nrm = self._norm(layer, "ffn_norm", x)
+        self._tap("nrm2", layer, nrm, c.hidden_size, extended=True)
+        out = self._f32("out", c.hidden_size)
+        if c.is_moe_layer(layer):
+            self._moe(layer, nrm, out)
+        else:
+            name = f"layers.{layer}."
+            gu, h = self._f32("gu", 2 * c.intermediate_size), self._f32("h", c.intermediate_size)
+            self._matmul(f"l{layer}.gate_up", [name + "gate", name + "up"], nrm, gu)
+            self._emit("swiglu", f"l{layer}.swiglu", gu=gu, h=h, R=self.M, F=c.intermediate_size)
+            self._matmul(f"l{layer}.down", [name + "down"], h, out)
+        self._tap("ffn", layer, out, c.hidden_size, extended=True)
+        self._add(f"l{layer}.ffn_residual", x, out)
+        self._tap("x", layer, x, c.hidden_size)
+
+    def _moe(self, layer: int, nrm: Buffer, out: Buffer) -> None:
+        c, m = self.config, self.model
+        assert c.moe is not None
+        E, T, F = c.moe.num_experts, c.moe.top_k, c.moe.intermediate_size
+        name = f"layers.{layer}."
+        rlogits = self._f32("rlogits", E)
+        rids, rweights = m.buffer("rids", T, np.int32), self._f32("rweights", T)
+        self._matmul(f"l{layer}.router", [name + "router"], nrm, rlogits)
+        self._tap("rlogits", layer, rlogits, E, extended=True)
+        self._emit(
+            "router_topk",
+            f"l{layer}.router_topk",
+            logits=rlogits,
+            ids=rids,
+            weights=rweights,
+            M=self.M,
+            E=E,
+            T=T,
+            norm_topk_prob=int(c.moe.norm_topk_prob),
+        )
+        self._tap("rids", layer, rids, T, extended=True)
+        self._tap("rweights", layer, rweights, T, extended=True)
+        gu, h = self._f32("moe_gu", T * 2 * F), self._f32("moe_h", T * F)
+        y = self._f32("moe_y", T * c.hidden_size)
+        gate_up = [name + "experts.gate", name + "experts.up"]
+        self._moe_matmul(f"l{layer}.experts.gate_up", gate_up, nrm, rids, gu, per_slot=False)
+        self._emit("swiglu", f"l{layer}.swiglu", gu=gu, h=h, R=self.M * T, F=F)
+        self._moe_matmul(f"l{layer}.experts.down", [name + "experts.down"], h, rids, y, per_slot=True)
+        self._emit(
+            "moe_combine", f"l{layer}.combine", y=y, weights=rweights, out=out, M=self.M, T=T, H=c.hidden_size
+        )
+
+    def _output(self, x: Buffer) -> None:
+        c, m = self.config, self.model
+        last = self.M - self.L
+        fnorm = m.buffer("fnorm", c.hidden_size, np.float32, m.max_logit_rows)
+        logits = m.buffer("logits", c.vocab_size, np.float32, m.max_logit_rows)
+        self._emit(
+            "rms_norm",
+            "norm",
+            x=(x, 4 * c.hidden_size * last),
+            w=m._vector("norm"),
+            out=fnorm,
+            M=self.L,
+            d=c.hidden_size,
+            eps=c.rms_norm_eps,
+        )
+        self._tap("fnorm", None, fnorm, c.hidden_size, rows_from=last)
+        head = "embed" if c.tie_word_embeddings else "head"
+        self._matmul("head", [head], fnorm, logits, rows=self.L)
+        self._tap("logits", None, logits, c.vocab_size, rows_from=last)
+        self._emit(
+            "argmax",
+            "argmax",
+            logits=logits,
+            ids=m.buffer("next", 1, np.int32, m.max_logit_rows),
+            M=self.L,
+            V=c.vocab_size,
+        )
+
+    # -- single ops --------------------------------------------------------------------------------------------
+
+    def _f32(self, name: str, width: int) -> Buffer:
+        return self.model.buffer(name, width, np.float32)
+
+    def _attention_work(self) -> Buffer | None:
+        c, m = self.config, self.model
+        size = m.backend.attention_work_bytes(m.max_rows, c.num_heads, c.head_dim, m.kv.slots)
+        return m.buffer("attention_work", size, np.uint8, 1) if size else None
+
+    def _norm(self, layer: int, name: str, x: Buffer) -> Buffer:
+        c = self.config
+        out = self._f32("nrm", c.hidden_size)
+        weight = self.model._vector(f"layers.{layer}.{name}")
+        self._emit(
+            "rms_norm",
+            f"l{layer}.{name}",
+            x=x,
+            w=weight,
+            out=out,
+            M=self.M,
+            d=c.hidden_size,
+            eps=c.rms_norm_eps,
+        )
+        return out
+
+    def _a8(self, label: str, x: Buffer, k: int, rows: int) -> Mapping[str, Any]:
+        """The a8 form of ``x``; one set of buffers serves every matrix, sized for the widest input."""
+        m, widest = self.model, self._widest_input()
+        q = m.buffer("a8_q", 1, np.int8, self._a8_rows() * widest)
+        d = m.buffer("a8_d", 1, np.float32, self._a8_rows() * widest // 32)
+        gsum = m.buffer("a8_gsum", 1, np.int32, self._a8_rows() * widest // 32)
+        self._emit("quantize_a8", f"{label}.a8", x=x, q=q, d=d, gsum=gsum, M=rows, K=k)
+        return dict(xq=q, xd=d, gsum=gsum)
+
+    def _widest_input(self) -> int:
+        c = self.config
+        widths = [c.hidden_size, c.q_size, c.intermediate_size]
+        if c.moe is not None:
+            widths.append(c.moe.top_k * c.moe.intermediate_size)
+        return -(-max(widths) // 32) * 32
+
+    def _a8_rows(self) -> int:
+        return max(self.model.max_rows, self.model.max_logit_rows)
+
+    def _matmul(self, label: str, names: list[str], x: Buffer, y: Buffer, rows: int | None = None) -> None:
+        rows = self.M if rows is None else rows
+        bound = [self.model._matrix(name) for name in names]
+        inputs: dict[str, Any] = {"x": x}
+        if any(b.tensor.wtype != WType.bf16 for b in bound):
+            inputs.update(self._a8(label, x, bound[0].tensor.k, rows))
+        parts = [b.struct for b in bound]
+        self._emit("matmul", label, w=parts, y=y, n_w=len(parts), M=rows, **inputs)
+
+    def _moe_matmul(
+        self, label: str, names: list[str], x: Buffer, ids: Buffer, y: Buffer, *, per_slot: bool
+    ) -> None:
+        moe = self.config.moe
+        assert moe is not None
+        bound = [self.model._matrix(name) for name in names]
+        inputs: dict[str, Any] = {"x": x}
+        if any(b.tensor.wtype != WType.bf16 for b in bound):
+            rows = self.M * moe.top_k if per_slot else self.M
+            inputs.update(self._a8(label, x, bound[0].tensor.k, rows))
+        self._emit(
+            "moe_matmul",
+            label,
+            w=[b.struct for b in bound],
+            ids=ids,
+            y=y,
+            n_w=len(bound),
+            M=self.M,
+            T=moe.top_k,
+            E=moe.num_experts,
+            per_slot=int(per_slot),
+            **inputs,
+        )
+
+    def _add(self, label: str, x: Buffer, y: Buffer) -> None:
+        self._emit("add", label, x=x, y=y, n=self.M * self.config.hidden_size)
+
+    def _tap(
+        self,
+        field: str,
+        layer: int | None,
+        buffer: Buffer,
+        count: int,
+        *,
+        offset: int = 0,
+        width: int | None = None,
+        by_slot: bool = False,
+        rows_from: int = 0,
+        extended: bool = False,
+    ) -> None:
+        """Hash ``count`` elements of each row; ``width`` is the elements from row to row (``count`` by default)."""
+        if self.tap_level == "off" or (extended and self.tap_level != "extended"):
+            return
+        itemsize = buffer.dtype.itemsize
+        stride = itemsize * (count if width is None else width)
+        index = len(self.taps)
+        tap = Tap(
+            field=field,
+            layer=layer,
+            op_index=len(self.ops) - 1,
+            buffer=buffer,
+            offset=offset,
+            stride=stride,
+            nbytes=itemsize * count,
+            dtype=buffer.dtype,
+            by_slot=by_slot,
+            rows_from=rows_from,
+        )
+        self.taps.append(tap)
+        m = self.model
+        out = m.buffer("hash", m.max_rows, np.uint64, 2 + 20 * self.config.num_layers)
+        args: dict[str, Any] = {}
+        if by_slot:
+            args = dict(row0=m.buffer("base", 1, np.int32), row1=m.buffer("pos", 1, np.int32))
+        self._emit(
+            "l2_hash",
+            "tap." + tap_key(0, layer, field)[3:],
+            x=(buffer, offset),
+            out=(out, 8 * (index * m.max_rows + rows_from)),
+            stride=stride,
+            M=self.M - rows_from,
+            bytes=tap.nbytes,
+            is_f32=int(buffer.dtype == np.float32),
+            **args,
+        )
+
+    def _emit(self, name: str, label: str, **values: Any) -> None:
+        spec = OPS[name]
+        args = spec.args()
+        known = {field[0] for field in spec.args._fields_}
+        for key, value in values.items():
+            if key not in known:  # ctypes would take any attribute silently
+                raise TypeError(f"op {name} has no argument {key!r}")
+            if isinstance(value, list):
+                array = getattr(args, key)
+                for i, item in enumerate(value):
+                    array[i] = item
+            elif isinstance(value, tuple):
+                setattr(args, key, value[0].ptr + value[1])
+            elif hasattr(value, "ptr"):
+                setattr(args, key, value.ptr)
+            elif value is not None:
+                setattr(args, key, value)
+        self.ops.append(Op(spec, args, label))
