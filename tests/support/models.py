@@ -1,7 +1,7 @@
 """Small random models: as Hugging Face folders, and as ready weights that need no file.
 
-The weights are scaled so that activations stay near 1, attention is neither flat nor one-hot, and the logits spread
-by a few units, as in trained models: a mistake then moves logits visibly, and routing is not degenerate.
+The weights are scaled so that activations stay near 1, attention is neither flat nor one-hot, and the
+logits spread by a few units, as in trained models: a mistake then moves logits visibly, and routing is not degenerate.
 """
 
 from __future__ import annotations
@@ -35,44 +35,68 @@ DTYPES: dict[str, tuple[Any, str]] = {
 }
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
-# Arguments of write_hf_model and tiny_config for shapes that break careless code: 11, 13 and 18 groups of 32, odd
-# head counts, GQA ratios 1, 2, 4, 5, 7, 8 and 16, head_dim 32 to 256, a vocabulary that is no multiple of anything.
+# Arguments of write_hf_model and tiny_config for shapes that break careless code: 11, 13 and 18 groups of 32,
+# odd head counts, GQA ratios 1, 2, 4, 5, 7, 8 and 16, head_dim 32 to 256, vocabularies of no round size.
 AWKWARD: dict[str, tuple[Family, dict[str, Any]]] = {
-    "llama-11-groups-gqa5": ("llama", dict(hidden=352, heads=5, kv_heads=1, head_dim=64, ffn=416, vocab=331)),
-    "llama-no-gqa-hd80": ("llama", dict(hidden=96, heads=3, kv_heads=3, head_dim=80, ffn=224, vocab=299)),
-    "llama-gqa16-hd32": ("llama", dict(hidden=64, heads=16, kv_heads=1, head_dim=32, ffn=96, vocab=320)),
-    "qwen3-13-groups-gqa7": ("qwen3", dict(hidden=416, heads=7, kv_heads=1, head_dim=96, ffn=352, vocab=307)),
+    "llama-11-groups-gqa5": (
+        "llama",
+        {"hidden": 352, "heads": 5, "kv_heads": 1, "head_dim": 64, "ffn": 416, "vocab": 331},
+    ),
+    "llama-no-gqa-hd80": (
+        "llama",
+        {"hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 80, "ffn": 224, "vocab": 299},
+    ),
+    "llama-gqa16-hd32": (
+        "llama",
+        {"hidden": 64, "heads": 16, "kv_heads": 1, "head_dim": 32, "ffn": 96, "vocab": 320},
+    ),
+    "qwen3-13-groups-gqa7": (
+        "qwen3",
+        {"hidden": 416, "heads": 7, "kv_heads": 1, "head_dim": 96, "ffn": 352, "vocab": 307},
+    ),
     "qwen3-18-groups-gqa2": (
         "qwen3",
-        dict(hidden=576, heads=6, kv_heads=3, head_dim=128, ffn=608, vocab=513),
+        {"hidden": 576, "heads": 6, "kv_heads": 3, "head_dim": 128, "ffn": 608, "vocab": 513},
     ),
-    "qwen3-hd256-gqa4": ("qwen3", dict(hidden=128, heads=4, kv_heads=1, head_dim=256, ffn=352, vocab=300)),
+    "qwen3-hd256-gqa4": (
+        "qwen3",
+        {"hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": 352, "vocab": 300},
+    ),
     "moe-11-groups-gqa8": (
         "qwen3_moe",
-        dict(hidden=352, heads=8, kv_heads=1, head_dim=32, experts=5, top_k=3, moe_ffn=96, vocab=333),
+        {
+            "hidden": 352,
+            "heads": 8,
+            "kv_heads": 1,
+            "head_dim": 32,
+            "experts": 5,
+            "top_k": 3,
+            "moe_ffn": 96,
+            "vocab": 333,
+        },
     ),
     "moe-mixed-dense": (
         "qwen3_moe",
-        dict(
-            hidden=96,
-            layers=3,
-            heads=6,
-            kv_heads=2,
-            head_dim=64,
-            experts=7,
-            top_k=7,
-            moe_ffn=32,
-            dense_layers=(1,),
-        ),
+        {
+            "hidden": 96,
+            "layers": 3,
+            "heads": 6,
+            "kv_heads": 2,
+            "head_dim": 64,
+            "experts": 7,
+            "top_k": 7,
+            "moe_ffn": 32,
+            "dense_layers": (1,),
+        },
     ),
     "moe-top1": (
         "qwen3_moe",
-        dict(hidden=64, heads=5, kv_heads=5, head_dim=32, experts=16, top_k=1, moe_ffn=160),
+        {"hidden": 64, "heads": 5, "kv_heads": 5, "head_dim": 32, "experts": 16, "top_k": 1, "moe_ffn": 160},
     ),
 }
 
 
-# -- as a Hugging Face folder --------------------------------------------------------------------------------------
+# -- as a Hugging Face folder --------------------------------------------------------------------------------
 
 
 def write_hf_model(
@@ -107,11 +131,11 @@ def write_hf_model(
 ) -> Path:
     """Write a random model as transformers saves it; returns ``folder``.
 
-    ``rope`` holds the scaling fields (``{"rope_type": "yarn", "factor": 4.0, ...}``); ``config_style`` says where
-    transformers 4 and 5 put them, and how they name the dtype and the number of experts. ``lm_head`` overrides what
-    the tie flag implies: ``copy`` and ``different`` store a head although tied, ``absent`` stores none although
-    untied. ``omit`` drops keys of config.json, ``config_overrides`` set them, ``edit`` replaces tensors by name
-    (f32 values, stored in ``dtype``; None removes one). Equal arguments write equal bytes.
+    ``rope`` holds the scaling fields (``{"rope_type": "yarn", "factor": 4.0, ...}``); ``config_style`` says
+    where transformers 4 and 5 put them, and how they name the dtype and the number of experts. ``lm_head``
+    overrides what the tie flag implies: ``copy`` and ``different`` store a head although tied, ``absent``
+    stores none although untied. ``omit`` drops keys of config.json, ``config_overrides`` set them, ``edit`` replaces
+    tensors by name (f32 values, stored in ``dtype``; None removes one). Equal arguments write equal bytes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +286,7 @@ def _place_head(tensors: dict[str, npt.NDArray[np.float32]], tie: bool, lm_head:
 
 
 def _stack_experts(tensors: dict[str, npt.NDArray[np.float32]], layers: int, experts: int) -> None:
-    """As the Qwen3-MoE module of transformers 5 holds them: gate_up_proj [E, 2F, H] and down_proj [E, H, F]."""
+    """As the module of transformers 5 holds them: gate_up_proj [E, 2F, H] and down_proj [E, H, F]."""
     for layer in range(layers):
         p = f"model.layers.{layer}.mlp.experts."
         if f"{p}0.gate_proj.weight" not in tensors:
@@ -297,12 +321,13 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# -- tokenizer -------------------------------------------------------------------------------------------------------
+# -- tokenizer -----------------------------------------------------------------------------------------------
 
 _TEXT = """\
-The kestrel hovers over the field and watches the grass. A kernel that returns the same bits on every machine can be
-compared as integers; a kernel that does not can only be compared with a tolerance. Rows are computed alone, sums are
-short, and every long sum is made of integers. What is the capital of the country? Tell me about the weather in spring.
+The kestrel hovers over the field and watches the grass. A kernel that returns the same bits on every machine
+can be compared as integers; a kernel that does not can only be compared with a tolerance. Rows are computed
+alone, sums are short, and every long sum is made of integers. What is the capital of the country?
+Tell me about the weather in spring. Who are you, and what can you do today?
 def forward(x): return norm(x) + attention(x)  # one row at a time; 0 1 2 3 4 5 6 7 8 9
 naïve café, 東京の天気, привет мир, 🦅🙂
 """
@@ -338,8 +363,8 @@ def _tokenizer_json(vocab: int) -> str:
 def write_tokenizer(folder: Path, vocab: int) -> None:
     """A byte-level BPE tokenizer of at most ``vocab`` entries, with chat template and generation config.
 
-    ``<|endoftext|>`` is 0, ``<|im_start|>`` 1 and ``<|im_end|>`` 2. All 256 bytes have a token, so ``vocab`` must be
-    at least 259.
+    ``<|endoftext|>`` is 0, ``<|im_start|>`` 1 and ``<|im_end|>`` 2. All 256 bytes have a token, so ``vocab``
+    must be at least 259.
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab < smallest:
@@ -363,7 +388,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     )
 
 
-# -- without a file --------------------------------------------------------------------------------------------------
+# -- without a file ------------------------------------------------------------------------------------------
 
 
 def tiny_config(
@@ -415,8 +440,8 @@ def random_weights(
 ) -> Weights:
     """Random weights of ``config``, made in their final format: no file, no quantiser, quick for big shapes.
 
-    The embedding takes ``head_wtype`` too (``wtype`` by default), the router is bf16. A matrix whose input length is
-    no multiple of 32 is bf16, as the converter leaves it.
+    The embedding takes ``head_wtype`` too (``wtype`` by default), the router is bf16. A matrix whose input
+    length is no multiple of 32 is bf16, as the converter leaves it.
     """
     head_wtype = wtype if head_wtype is None else head_wtype
     rng = np.random.default_rng(seed)
@@ -463,7 +488,7 @@ def random_weights(
 def random_tensor(
     rng: np.random.Generator, wtype: WType, n: int, k: int, *, std: float = 1.0, experts: int | None = None
 ) -> QuantTensor:
-    """Uniform random codes under scales of random sign and size, so that the values have deviation ``std``."""
+    """Uniform random codes under scales of random sign and size; the values have deviation ``std``."""
     if k % 32:
         wtype = WType.bf16
     lead = (n,) if experts is None else (experts, n)

@@ -1,4 +1,4 @@
-"""Finds the optional folder of larger test material: ``shared`` beside the repository, or ``KESTREL_SHARED``."""
+"""The optional folder of larger test material: ``KESTREL_SHARED``, or ``shared`` beside the repository."""
 
 from __future__ import annotations
 
