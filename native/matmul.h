@@ -1,0 +1,60 @@
+// Matrix times rows, contract section 3: what the matmul and moe_matmul ops share. A driver cuts an op into tasks (some
+// rows of one matrix times some input rows); a form of an ISA level carries a task out. Forms differ in speed only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "op.h"
+
+namespace kestrel {
+
+// The input rows of an op; null where no matrix of the op reads them.
+struct MatmulInput {
+    const float *x;         // f32[rows, K]
+    const signed char *xq;  // i8[rows, K]
+    const float *xd;        // f32[rows, G]
+    const int *gsum;        // i32[rows, G]
+};
+
+// Weight rows begin .. end-1 of one matrix times `count` input rows:
+// y[out_row[c] * ldy + n] = row n . input row in_row[c], for c = 0 .. count-1.
+struct MatmulTask {
+    Weight w;            // codes and scale at the matrix' own row 0 (an expert's, in a stack)
+    int begin, end;      // weight rows
+    int count;           // input rows
+    const int *in_row;   // i32[count]
+    const int *out_row;  // i32[count]
+    float *y;            // f32[.., ldy], at the matrix' first column
+    int64_t ldy;
+};
+
+struct MatmulForm {
+    void (*run)(const MatmulTask &task, const MatmulInput &input, char *workspace);
+    // Bytes, 64-byte aligned, that run() needs for tasks of at most this many weights a row and input rows.
+    size_t (*workspace_bytes)(int k, int count);
+};
+
+constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// The ops, given a form; called by all threads of the pool together.
+void run_matmul(const MatmulArgs &args, const MatmulForm &form, ThreadContext &context);
+void run_moe_matmul(const MoeMatmulArgs &args, const MatmulForm &form, ThreadContext &context);
+
+extern const MatmulForm matmul_form_scalar;
+extern const MatmulForm matmul_form_avx2;
+extern const MatmulForm matmul_form_avx512;      // without VNNI
+extern const MatmulForm matmul_form_avx512vnni;  // AVX-512 with VNNI
+
+// Entries of the op table.
+void matmul_scalar(const void *args, ThreadContext &context);
+void matmul_avx2(const void *args, ThreadContext &context);
+void matmul_avx512(const void *args, ThreadContext &context);
+bool matmul_serial(const void *args);
+void moe_matmul_scalar(const void *args, ThreadContext &context);
+void moe_matmul_avx2(const void *args, ThreadContext &context);
+void moe_matmul_avx512(const void *args, ThreadContext &context);
+bool moe_matmul_serial(const void *args);
+
+}  // namespace kestrel

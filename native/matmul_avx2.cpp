@@ -1,0 +1,8 @@
+#include "matmul.h"
+
+namespace kestrel {
+
+void matmul_avx2(const void *args, ThreadContext &context) { matmul_scalar(args, context); }
+void moe_matmul_avx2(const void *args, ThreadContext &context) { moe_matmul_scalar(args, context); }
+
+}  // namespace kestrel
