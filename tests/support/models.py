@@ -1,7 +1,8 @@
 """Small random models: as Hugging Face folders, and as ready weights that need no file.
 
-The weights are scaled so that activations stay near 1, attention is neither flat nor one-hot, and the
-logits spread by a few units, as in trained models: a mistake then moves logits visibly, and routing is not degenerate.
+The weights are scaled so that activations stay near 1, attention is neither flat nor one-hot, and the logits
+spread by a few units, as in trained models: a mistake then moves logits visibly,
+and routing is not degenerate.
 """
 
 from __future__ import annotations
@@ -134,8 +135,9 @@ def write_hf_model(
     ``rope`` holds the scaling fields (``{"rope_type": "yarn", "factor": 4.0, ...}``); ``config_style`` says
     where transformers 4 and 5 put them, and how they name the dtype and the number of experts. ``lm_head``
     overrides what the tie flag implies: ``copy`` and ``different`` store a head although tied, ``absent``
-    stores none although untied. ``omit`` drops keys of config.json, ``config_overrides`` set them, ``edit`` replaces
-    tensors by name (f32 values, stored in ``dtype``; None removes one). Equal arguments write equal bytes.
+    stores none although untied. ``omit`` drops keys of config.json, ``config_overrides`` set them, ``edit``
+    replaces tensors by name (f32 values, stored in ``dtype``; None removes one). Equal arguments write equal
+    bytes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
