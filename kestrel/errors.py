@@ -40,3 +40,7 @@ class NonFiniteError(KestrelError):
 
 class BackendError(KestrelError):
     """A device that is missing, too small, or refused an operation."""
+
+
+class ChatTemplateError(KestrelError):
+    """A chat template that is broken, refuses its messages, or reaches for what templates may not touch."""
