@@ -39,10 +39,11 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Arguments of write_hf_model and tiny_config for shapes that break careless code: 11, 13 and 18 groups of 32,
 # odd head counts, GQA ratios 1, 2, 4, 5, 7, 8 and 16, head_dim 32 to 256, vocabularies of no round size.
 AWKWARD: dict[str, tuple[Family, dict[str, Any]]] = {
-    "llama-11-groups-gqa5": (
+    "llama-11-groups": (
         "llama",
-        {"hidden": 352, "heads": 5, "kv_heads": 1, "head_dim": 64, "ffn": 416, "vocab": 331},
+        {"hidden": 352, "heads": 11, "kv_heads": 1, "head_dim": 64, "ffn": 416, "vocab": 331},
     ),
+    "llama-gqa5": ("llama", {"hidden": 160, "heads": 5, "kv_heads": 1, "head_dim": 64, "vocab": 301}),
     "llama-no-gqa-hd80": (
         "llama",
         {"hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 80, "ffn": 224, "vocab": 299},
