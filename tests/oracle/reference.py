@@ -1,7 +1,7 @@
 """What the operations mean, in float64 numpy, written from their textbook definitions.
 
-Nothing of kestrel is imported here: two implementations that agree bit for bit may share a mistake, and this is
-the third opinion. Every function takes and returns float64 (or integers) unless it says otherwise.
+Nothing of kestrel is imported here: two implementations that agree bit for bit may share a mistake, and
+this is the third opinion. Every function takes and returns float64 (or integers) unless it says otherwise.
 """
 
 from __future__ import annotations
