@@ -36,7 +36,7 @@ struct MatmulForm {
     size_t (*workspace_bytes)(int k, int count);
 };
 
-constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // The ops, given a form; called by all threads of the pool together.
 void run_matmul(const MatmulArgs &args, const MatmulForm &form, ThreadContext &context);

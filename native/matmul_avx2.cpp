@@ -1,8 +1,472 @@
+// matmul, AVX2 + FMA + F16C form: contract section 3 with the bits of matmul.cpp.
+//
+// Few input rows ("row form"): one weight row at a time, vector lanes are the contract's lanes (groups g mod 8).
+// Many input rows ("tile form"): 8 weight rows are unpacked once into an interleaved tile, vector lanes are weight rows,
+// and the contract's 8 lanes are walked one after the other, so that no horizontal sum is needed.
+#include <immintrin.h>
+
+#include <algorithm>
+
 #include "matmul.h"
 
 namespace kestrel {
+namespace {
 
-void matmul_avx2(const void *args, ThreadContext &context) { matmul_scalar(args, context); }
-void moe_matmul_avx2(const void *args, ThreadContext &context) { moe_matmul_scalar(args, context); }
+constexpr int kRowFormInputs = 4;  // most input rows of the row form
+constexpr int kTileInputs = 4;     // input rows that one pass over a tile serves
+
+// ---- helpers ---------------------------------------------------------------------------------------------------------
+
+inline __m256i load256(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
+inline __m128i load128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
+
+// (lo[0] + lo[1]) + (lo[2] + lo[3]) with lo[k] = a[k] + a[k+4].
+inline float hsum8(__m256 a) {
+    const __m128 lo = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 pairs = _mm_add_ps(lo, _mm_movehdup_ps(lo));  // [lo0+lo1, ., lo2+lo3, .]
+    return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehl_ps(pairs, pairs)));
+}
+
+// All ones in the first `count` of 8 32-bit lanes.
+inline __m256i lane_mask(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+// One block of 8 groups of an input row, arranged for the row form. The 8 dots of a block come out of the adding tree
+// in an order of their own, kLaneOfSlot; d and offset are kept in that order.
+struct alignas(64) InputBlock {
+    signed char q[256];  // q4local: elements 0..15 of groups 0..7, then elements 16..31; q8local: as in the input
+    float d[8];
+    int offset[8];  // 8 * gsum for q4local, 0 for q8local
+};
+
+constexpr int kLaneOfSlotQ4[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+constexpr int kLaneOfSlotQ8[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+// input row -> InputBlock[ceil(G/8)]; slots without a group are zero.
+void arrange_input(int wtype, int groups, const signed char *q, const float *d, const int *gsum, InputBlock *blocks) {
+    const int *lane_of_slot = wtype == KESTREL_Q4LOCAL ? kLaneOfSlotQ4 : kLaneOfSlotQ8;
+    for (int first = 0; first < groups; first += 8, blocks++) {
+        const int count = std::min(groups - first, 8);
+        if (count < 8) std::memset(blocks, 0, sizeof *blocks);
+        for (int i = 0; i < count; i++) {
+            const signed char *source = q + 32 * (first + i);
+            if (wtype == KESTREL_Q4LOCAL) {
+                std::memcpy(blocks->q + 16 * i, source, 16);
+                std::memcpy(blocks->q + 128 + 16 * i, source + 16, 16);
+            } else {
+                std::memcpy(blocks->q + 32 * i, source, 32);
+            }
+        }
+        for (int slot = 0; slot < 8; slot++) {
+            const int lane = lane_of_slot[slot];
+            if (lane >= count) continue;
+            blocks->d[slot] = d[first + lane];
+            blocks->offset[slot] = wtype == KESTREL_Q4LOCAL ? 8 * gsum[first + lane] : 0;
+        }
+    }
+}
+
+// Byte shuffle that takes scales (f16) of lanes 0..7, `skip` places into the source vector, to slot order.
+inline __m128i scale_shuffle(const int *lane_of_slot, int skip) {
+    alignas(16) signed char control[16];
+    for (int slot = 0; slot < 8; slot++) {
+        const int place = lane_of_slot[slot] + skip;
+        control[2 * slot] = static_cast<signed char>(place < 8 ? 2 * place : -1);
+        control[2 * slot + 1] = static_cast<signed char>(place < 8 ? 2 * place + 1 : -1);
+    }
+    return _mm_load_si128(reinterpret_cast<const __m128i *>(control));
+}
+
+// ---- row form, q4local -----------------------------------------------------------------------------------------------
+
+// Sums 16-bit parts of 8 groups to one 32-bit dot each. v[p] holds group 2p in its low half, group 2p+1 in its high
+// half; result lanes are kLaneOfSlotQ4. |part| <= 4 * 15 * 127 = 7620, so that four of them still fit 16 bits.
+inline __m256i reduce_q4(__m256i v0, __m256i v1, __m256i v2, __m256i v3) {
+    const __m256i sum = _mm256_hadd_epi16(_mm256_hadd_epi16(v0, v1), _mm256_hadd_epi16(v2, v3));
+    return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+}
+
+inline __m256i parts_q4(__m256i lo, __m256i hi, const InputBlock &in, int p) {
+    return _mm256_add_epi16(_mm256_maddubs_epi16(lo, load256(in.q + 32 * p)),
+                            _mm256_maddubs_epi16(hi, load256(in.q + 128 + 32 * p)));
+}
+
+// Dots of one weight block with C inputs: P pairs of groups from codes, the last pair under `last_mask` when Masked.
+template <int C, int P, bool Masked>
+inline void dots_q4(const unsigned char *codes, __m256i last_mask, const InputBlock *const *in, __m256i *dot) {
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i parts[C][4];
+    for (int p = 0; p < 4; p++) {
+        if (p < P) {
+            const __m256i bytes = Masked && p == P - 1
+                                      ? _mm256_maskload_epi32(reinterpret_cast<const int *>(codes + 32 * p), last_mask)
+                                      : load256(codes + 32 * p);
+            const __m256i lo = _mm256_and_si256(bytes, low);
+            const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+            for (int c = 0; c < C; c++) parts[c][p] = parts_q4(lo, hi, *in[c], p);
+        } else {
+            for (int c = 0; c < C; c++) parts[c][p] = _mm256_setzero_si256();
+        }
+    }
+    for (int c = 0; c < C; c++) dot[c] = reduce_q4(parts[c][0], parts[c][1], parts[c][2], parts[c][3]);
+}
+
+// fma of one block into an accumulator: acc + (f32)(dot - offset) * (scale * d), the product scale * d rounded.
+inline __m256 accumulate(__m256 acc, __m256i dot, __m256 scale, const InputBlock &in) {
+    const __m256i exact = _mm256_sub_epi32(dot, load256(in.offset));
+    const __m256 ws = _mm256_mul_ps(scale, _mm256_load_ps(in.d));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(exact), ws, acc);
+}
+
+// Everything about the last, incomplete block of a row, found once per task.
+struct Tail {
+    int count;            // groups, 0..7
+    __m256i code_mask;    // 32-bit lanes of the last pair of groups that exist (q4local)
+    __m256i slot_mask;    // slots that have a group
+    __m128i shuffle;      // of the tail's scales to slot order
+    bool copy_scales;     // a row has fewer than 8 scales: no 16-byte load stays inside it
+
+    Tail(int groups, const int *lane_of_slot) : count(groups % 8) {
+        code_mask = lane_mask(count % 2 ? 4 : 8);
+        alignas(32) int mask[8];
+        for (int slot = 0; slot < 8; slot++) mask[slot] = lane_of_slot[slot] < count ? -1 : 0;
+        slot_mask = _mm256_load_si256(reinterpret_cast<const __m256i *>(mask));
+        copy_scales = groups < 8;
+        shuffle = scale_shuffle(lane_of_slot, copy_scales ? 0 : 8 - count);
+    }
+
+    // f32 scales of the tail in slot order; `end` is one past the row's last scale.
+    __m256 scales(const unsigned short *end) const {
+        __m128i bits;
+        if (copy_scales) {
+            alignas(16) unsigned short copy[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            std::memcpy(copy, end - count, count * sizeof(unsigned short));
+            bits = _mm_load_si128(reinterpret_cast<const __m128i *>(copy));
+        } else {
+            bits = load128(end - 8);
+        }
+        return _mm256_cvtph_ps(_mm_shuffle_epi8(bits, shuffle));
+    }
+};
+
+template <int C>
+inline void tail_dots_q4(const unsigned char *codes, const Tail &tail, const InputBlock *const *in, __m256i *dot) {
+    switch ((tail.count + 1) / 2) {
+        case 1: dots_q4<C, 1, true>(codes, tail.code_mask, in, dot); break;
+        case 2: dots_q4<C, 2, true>(codes, tail.code_mask, in, dot); break;
+        case 3: dots_q4<C, 3, true>(codes, tail.code_mask, in, dot); break;
+        default: dots_q4<C, 4, true>(codes, tail.code_mask, in, dot); break;
+    }
+}
+
+// ---- row form, q8local -----------------------------------------------------------------------------------------------
+
+// 8 partial sums of one group: |w| (unsigned, so that -128 is 128) times q with w's sign; q is never -128, so the sign
+// flips exactly, and a pair is at most 2 * 128 * 127 = 32512.
+inline __m256i parts_q8(__m256i w, __m256i q) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+template <int C>
+inline void dots_q8(const signed char *codes, int groups, const InputBlock *const *in, __m256i *dot) {
+    for (int c = 0; c < C; c++) {
+        __m256i v[8];
+        for (int i = 0; i < 8; i++)
+            v[i] = i < groups ? parts_q8(load256(codes + 32 * i), load256(in[c]->q + 32 * i)) : _mm256_setzero_si256();
+        const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+        const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+        dot[c] = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+    }
+}
+
+// ---- row form --------------------------------------------------------------------------------------------------------
+
+template <int WType, int C>
+void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *workspace) {
+    constexpr bool q4 = WType == KESTREL_Q4LOCAL;
+    const int *lane_of_slot = q4 ? kLaneOfSlotQ4 : kLaneOfSlotQ8;
+    const int groups = task.w.k / 32, blocks = groups / 8, stride = (groups + 7) / 8;
+    auto *arranged = reinterpret_cast<InputBlock *>(workspace);  // [C][stride]
+    for (int c = 0; c < C; c++) {
+        const int64_t in = task.in_row[c];
+        arrange_input(WType, groups, input.xq + in * task.w.k, input.xd + in * groups,
+                      q4 ? input.gsum + in * groups : nullptr, arranged + c * stride);
+    }
+    const Tail tail(groups, lane_of_slot);
+    const __m128i shuffle = scale_shuffle(lane_of_slot, 0);
+    const int row_bytes = groups * (q4 ? 16 : 32), block_bytes = 8 * (q4 ? 16 : 32);
+
+    const char *codes = static_cast<const char *>(task.w.codes) + static_cast<int64_t>(task.begin) * row_bytes;
+    const unsigned short *scale = task.w.scale + static_cast<int64_t>(task.begin) * groups;
+    for (int n = task.begin; n < task.end; n++) {
+        __m256 acc[C];
+        __m256i dot[C];
+        const InputBlock *in[C];
+        for (int c = 0; c < C; c++) acc[c] = _mm256_setzero_ps();
+        for (int b = 0; b < blocks; b++, codes += block_bytes, scale += 8) {
+            for (int c = 0; c < C; c++) in[c] = arranged + c * stride + b;
+            if (q4)
+                dots_q4<C, 4, false>(reinterpret_cast<const unsigned char *>(codes), tail.code_mask, in, dot);
+            else
+                dots_q8<C>(reinterpret_cast<const signed char *>(codes), 8, in, dot);
+            const __m256 scales = _mm256_cvtph_ps(_mm_shuffle_epi8(load128(scale), shuffle));
+            for (int c = 0; c < C; c++) acc[c] = accumulate(acc[c], dot[c], scales, *in[c]);
+        }
+        if (tail.count != 0) {
+            for (int c = 0; c < C; c++) in[c] = arranged + c * stride + blocks;
+            if (q4)
+                tail_dots_q4<C>(reinterpret_cast<const unsigned char *>(codes), tail, in, dot);
+            else
+                dots_q8<C>(reinterpret_cast<const signed char *>(codes), tail.count, in, dot);
+            codes += tail.count * (q4 ? 16 : 32);
+            scale += tail.count;
+            const __m256 scales = tail.scales(scale);
+            // Lanes without a group keep their value: an fma of +0 would turn -0 into +0 and inf * 0 into NaN.
+            for (int c = 0; c < C; c++)
+                acc[c] = _mm256_blendv_ps(acc[c], accumulate(acc[c], dot[c], scales, *in[c]),
+                                          _mm256_castsi256_ps(tail.slot_mask));
+        }
+        for (int c = 0; c < C; c++) {
+            // Slots back to lanes: kLaneOfSlotQ4 as a permutation is undone by {0, 4, 1, 5, 2, 6, 3, 7}.
+            const __m256 lanes =
+                q4 ? _mm256_permutevar8x32_ps(acc[c], _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)) : acc[c];
+            task.y[task.out_row[c] * task.ldy + n] = hsum8(lanes);
+        }
+    }
+}
+
+// ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+// 8 bf16 to f32.
+inline __m256 load_bf16(const unsigned short *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
+}
+
+// R weight rows times C inputs; lanes are k mod 8 as the contract has them. R * C independent chains of fma.
+template <int R, int C>
+inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int c0) {
+    const int k = task.w.k, full = k / 8 * 8, rest = k % 8;
+    const auto *w = static_cast<const unsigned short *>(task.w.codes) + static_cast<int64_t>(n) * k;
+    __m256 acc[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c] = _mm256_setzero_ps();
+    for (int i = 0; i < full; i += 8) {
+        __m256 xs[C];
+        for (int c = 0; c < C; c++) xs[c] = _mm256_loadu_ps(x[c] + i);
+        for (int r = 0; r < R; r++) {
+            const __m256 ws = load_bf16(w + static_cast<int64_t>(r) * k + i);
+            for (int c = 0; c < C; c++) acc[r][c] = _mm256_fmadd_ps(ws, xs[c], acc[r][c]);
+        }
+    }
+    if (rest != 0) {
+        const __m256i mask = lane_mask(rest);
+        for (int r = 0; r < R; r++) {
+            alignas(16) unsigned short copy[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            std::memcpy(copy, w + static_cast<int64_t>(r) * k + full, rest * sizeof(unsigned short));
+            const __m256 ws = load_bf16(copy);
+            for (int c = 0; c < C; c++)
+                acc[r][c] = _mm256_blendv_ps(
+                    acc[r][c], _mm256_fmadd_ps(ws, _mm256_maskload_ps(x[c] + full, mask), acc[r][c]),
+                    _mm256_castsi256_ps(mask));
+        }
+    }
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) task.y[task.out_row[c0 + c] * task.ldy + n + r] = hsum8(acc[r][c]);
+}
+
+template <int C>
+void inputs_bf16(const MatmulTask &task, const MatmulInput &input, int c0, int begin, int end) {
+    constexpr int R = C == 1 ? 8 : 4;
+    const float *x[C];
+    for (int c = 0; c < C; c++) x[c] = input.x + static_cast<int64_t>(task.in_row[c0 + c]) * task.w.k;
+    int n = begin;
+    for (; n + R <= end; n += R) block_bf16<R, C>(task, x, n, c0);
+    for (; n < end; n++) block_bf16<1, C>(task, x, n, c0);
+}
+
+void run_bf16(const MatmulTask &task, const MatmulInput &input) {
+    for (int begin = task.begin; begin < task.end; begin += 64) {  // 64 rows stay in cache over all inputs
+        const int end = task.count <= 3 ? task.end : std::min(begin + 64, task.end);
+        int c = 0;
+        for (; c + 3 <= task.count; c += 3) inputs_bf16<3>(task, input, c, begin, end);
+        if (task.count - c == 2) inputs_bf16<2>(task, input, c, begin, end);
+        if (task.count - c == 1) inputs_bf16<1>(task, input, c, begin, end);
+        if (end == task.end) break;
+    }
+}
+
+// ---- tile form -------------------------------------------------------------------------------------------------------
+
+// 8 weight rows, interleaved: for group g and step s (elements 4s .. 4s+3), 32 bytes = 8 rows x 4 elements.
+struct Tile {
+    unsigned char *codes;  // [G, 8 steps, 8 rows, 4]: u8 0..15 for q4local, i8 for q8local
+    float *scale;          // [G, 8 rows]
+};
+
+// Rows first .. first+rows-1 (rows <= 8); missing rows repeat the last one, their results are not stored.
+void make_tile(const Weight &w, int first, int rows, const Tile &tile) {
+    const int groups = w.k / 32;
+    const bool q4 = w.wtype == KESTREL_Q4LOCAL;
+    const int row_bytes = groups * (q4 ? 16 : 32);
+    const char *codes[8];
+    const unsigned short *scale[8];
+    for (int r = 0; r < 8; r++) {
+        const int64_t row = first + std::min(r, rows - 1);
+        codes[r] = static_cast<const char *>(w.codes) + row * row_bytes;
+        scale[r] = w.scale + row * groups;
+    }
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int g = 0; g < groups; g++) {
+        unsigned char *out = tile.codes + 256 * g;
+        for (int half = 0; half < (q4 ? 1 : 2); half++) {
+            // 8 rows x 16 bytes -> 4 vectors of 8 rows x 4 bytes: a 4 x 4 transposition of 32-bit words in each half.
+            __m256i v[4];
+            for (int r = 0; r < 4; r++)
+                v[r] = _mm256_inserti128_si256(
+                    _mm256_castsi128_si256(load128(codes[r] + (q4 ? 16 : 32) * g + 16 * half)),
+                    load128(codes[r + 4] + (q4 ? 16 : 32) * g + 16 * half), 1);
+            const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
+            const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+            const __m256i words[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
+                                      _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+            for (int s = 0; s < 4; s++) {
+                if (q4) {
+                    _mm256_store_si256(reinterpret_cast<__m256i *>(out + 32 * s), _mm256_and_si256(words[s], low));
+                    _mm256_store_si256(reinterpret_cast<__m256i *>(out + 32 * (s + 4)),
+                                       _mm256_and_si256(_mm256_srli_epi16(words[s], 4), low));
+                } else {
+                    _mm256_store_si256(reinterpret_cast<__m256i *>(out + 128 * half + 32 * s), words[s]);
+                }
+            }
+        }
+        alignas(16) unsigned short bits[8];
+        for (int r = 0; r < 8; r++) bits[r] = scale[r][g];
+        _mm256_store_ps(tile.scale + 8 * g, _mm256_cvtph_ps(load128(bits)));
+    }
+}
+
+inline __m256i broadcast4(const signed char *p) {
+    int word;
+    std::memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// Dots of group g of the tile's 8 rows with C inputs.
+template <int WType, int C>
+inline void tile_dots(const unsigned char *codes, const signed char *const *q, int g, __m256i *dot) {
+    __m256i sum[C];
+    for (int c = 0; c < C; c++) sum[c] = _mm256_setzero_si256();
+    for (int s = 0; s < 8; s++) {
+        const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i *>(codes + 32 * s));
+        for (int c = 0; c < C; c++) {
+            const __m256i x = broadcast4(q[c] + 32 * g + 4 * s);
+            if (WType == KESTREL_Q4LOCAL)  // eight pairs of at most 3810 fit 16 bits
+                sum[c] = _mm256_add_epi16(sum[c], _mm256_maddubs_epi16(w, x));
+            else
+                sum[c] = _mm256_add_epi32(sum[c], parts_q8(w, x));
+        }
+    }
+    for (int c = 0; c < C; c++)
+        dot[c] = WType == KESTREL_Q4LOCAL ? _mm256_madd_epi16(sum[c], _mm256_set1_epi16(1)) : sum[c];
+}
+
+// The tile's rows times inputs c0 .. c0+C-1; `rows` results each are stored.
+template <int WType, int C>
+void tile_times(const MatmulTask &task, const MatmulInput &input, const Tile &tile, int first, int rows, int c0) {
+    const int groups = task.w.k / 32;
+    const signed char *q[C];
+    const float *d[C];
+    const int *gsum[C];
+    for (int c = 0; c < C; c++) {
+        const int64_t in = task.in_row[c0 + c];
+        q[c] = input.xq + in * task.w.k;
+        d[c] = input.xd + in * groups;
+        gsum[c] = WType == KESTREL_Q4LOCAL ? input.gsum + in * groups : nullptr;
+    }
+    __m256 lanes[C][8];  // lane l of the contract, for 8 weight rows
+    for (int l = 0; l < 8; l++) {
+        __m256 acc[C];
+        for (int c = 0; c < C; c++) acc[c] = _mm256_setzero_ps();
+        for (int g = l; g < groups; g += 8) {
+            __m256i dot[C];
+            tile_dots<WType, C>(tile.codes + 256 * g, q, g, dot);
+            const __m256 scale = _mm256_load_ps(tile.scale + 8 * g);
+            for (int c = 0; c < C; c++) {
+                if (WType == KESTREL_Q4LOCAL) dot[c] = _mm256_sub_epi32(dot[c], _mm256_set1_epi32(8 * gsum[c][g]));
+                const __m256 ws = _mm256_mul_ps(scale, _mm256_set1_ps(d[c][g]));
+                acc[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[c]), ws, acc[c]);
+            }
+        }
+        for (int c = 0; c < C; c++) lanes[c][l] = acc[c];
+    }
+    const __m256i mask = lane_mask(rows);
+    for (int c = 0; c < C; c++) {
+        const __m256 lo0 = _mm256_add_ps(lanes[c][0], lanes[c][4]), lo1 = _mm256_add_ps(lanes[c][1], lanes[c][5]);
+        const __m256 lo2 = _mm256_add_ps(lanes[c][2], lanes[c][6]), lo3 = _mm256_add_ps(lanes[c][3], lanes[c][7]);
+        const __m256 y = _mm256_add_ps(_mm256_add_ps(lo0, lo1), _mm256_add_ps(lo2, lo3));
+        _mm256_maskstore_ps(task.y + task.out_row[c0 + c] * task.ldy + first, mask, y);
+    }
+}
+
+template <int WType>
+void run_tiles(const MatmulTask &task, const MatmulInput &input, char *workspace) {
+    const Tile tile = {reinterpret_cast<unsigned char *>(workspace), reinterpret_cast<float *>(workspace + 8 * task.w.k)};
+    for (int first = task.begin; first < task.end; first += 8) {
+        const int rows = std::min(8, task.end - first);
+        make_tile(task.w, first, rows, tile);
+        int c = 0;
+        for (; c + kTileInputs <= task.count; c += kTileInputs)
+            tile_times<WType, kTileInputs>(task, input, tile, first, rows, c);
+        switch (task.count - c) {
+            case 3: tile_times<WType, 3>(task, input, tile, first, rows, c); break;
+            case 2: tile_times<WType, 2>(task, input, tile, first, rows, c); break;
+            case 1: tile_times<WType, 1>(task, input, tile, first, rows, c); break;
+            default: break;
+        }
+    }
+}
+
+// ---- choice ----------------------------------------------------------------------------------------------------------
+
+template <int WType>
+void run_quantised(const MatmulTask &task, const MatmulInput &input, char *workspace) {
+    switch (task.count) {
+        case 1: return rows_quantised<WType, 1>(task, input, workspace);
+        case 2: return rows_quantised<WType, 2>(task, input, workspace);
+        case 3: return rows_quantised<WType, 3>(task, input, workspace);
+        case 4: return rows_quantised<WType, 4>(task, input, workspace);
+        default: return run_tiles<WType>(task, input, workspace);
+    }
+}
+
+void run_avx2(const MatmulTask &task, const MatmulInput &input, char *workspace) {
+    if (task.count == 0 || task.begin >= task.end) return;
+    switch (task.w.wtype) {
+        case KESTREL_Q4LOCAL: return run_quantised<KESTREL_Q4LOCAL>(task, input, workspace);
+        case KESTREL_Q8LOCAL: return run_quantised<KESTREL_Q8LOCAL>(task, input, workspace);
+        default: return run_bf16(task, input);
+    }
+}
+
+size_t workspace_avx2(int k, int count) {
+    const size_t groups = k / 32;
+    const size_t arranged = std::min(count, kRowFormInputs) * ((groups + 7) / 8) * sizeof(InputBlock);
+    const size_t tile = 8 * static_cast<size_t>(k) + groups * 8 * sizeof(float);
+    return round_up(count > 1 ? std::max(arranged, tile) : arranged, 64);
+}
+
+}  // namespace
+
+const MatmulForm matmul_form_avx2 = {run_avx2, workspace_avx2};
+
+void matmul_avx2(const void *args, ThreadContext &context) {
+    run_matmul(*static_cast<const MatmulArgs *>(args), matmul_form_avx2, context);
+}
+
+void moe_matmul_avx2(const void *args, ThreadContext &context) {
+    run_moe_matmul(*static_cast<const MoeMatmulArgs *>(args), matmul_form_avx2, context);
+}
 
 }  // namespace kestrel
