@@ -1,0 +1,40 @@
+"""A recorded step: the launches of one eager run as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Graph:
+    """Replays launches in their order on the stream they were recorded from.
+
+    The recording holds addresses and arguments, not references: buffers must outlive it, which the program's
+    owner sees to. Token id, position and slot are read from device memory, so one recording serves every
+    position.
+    """
+
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+
+    @classmethod
+    def record(cls, stream: Any, launch_all: Callable[[], None]) -> Graph:
+        """Record what ``launch_all`` queues on ``stream`` (non-blocking); nothing runs yet.
+
+        ``launch_all`` may not allocate or wait. When it fails, the stream leaves recording and the error goes
+        on.
+        """
+        stream.begin_capture()
+        try:
+            launch_all()
+        except BaseException:
+            stream.end_capture()
+            raise
+        graph = stream.end_capture()
+        graph.upload(stream)
+        return cls(graph, stream)
+
+    def launch(self) -> None:
+        """Queue one replay."""
+        self._graph.launch(self._stream)

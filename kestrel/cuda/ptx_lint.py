@@ -1,0 +1,127 @@
+"""What the PTX of an exact kernel may not contain.
+
+PTX, not machine code, is the place to look: the assembler expands a correctly rounded division or square root
+into approximations plus corrections, so there an approximation proves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+# Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
+# adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
+# sections 3, 7 and 9.
+DECLARED_FMA: Mapping[str, frozenset[str]] = {
+    "k_embed": frozenset(),
+    "k_rms_norm_cpu": frozenset(),
+    "k_quantize_a8": frozenset(),
+    "k_matmul": frozenset({"f32"}),
+    "k_qk_norm_cpu": frozenset(),
+    "k_rope": frozenset({"f64"}),
+    "k_kv_append": frozenset(),
+    "k_attn_decode_online": frozenset({"f32", "f64"}),
+    "k_add": frozenset(),
+    "k_swiglu": frozenset({"f64"}),
+    "k_router_topk": frozenset({"f64"}),
+    "k_moe_matmul": frozenset({"f32"}),
+    "k_moe_combine": frozenset({"f32"}),
+    "k_argmax": frozenset(),
+    "k_l2_hash": frozenset(),
+}
+
+_FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
+_INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w]*(?:\.[\w:]+)*)(?=[\s;])")
+_FLOAT = re.compile(r"\.(f16|f16x2|bf16|bf16x2|f32|f32x2|f64|tf32|e4m3|e5m2)\b")
+_ALWAYS_APPROXIMATE = ("ex2", "lg2", "sin", "cos", "tanh")
+_ROUNDED = ("add", "sub", "mul")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One forbidden instruction."""
+
+    kernel: str
+    rule: str
+    line: int  # of the PTX
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.rule}: PTX line {self.line}: {self.text}"
+
+
+def functions(ptx: str) -> dict[str, list[tuple[int, str]]]:
+    """Entry points and device functions, each with its numbered body lines."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    name: str | None = None
+    depth = 0
+    for number, line in enumerate(ptx.splitlines(), 1):
+        code = line.split("//", 1)[0]
+        opened, closed = code.count("{"), code.count("}")
+        if depth == 0:
+            match = _FUNCTION.search(code)
+            if match:
+                name = match.group(1)
+            if opened == 0:
+                if code.strip().endswith(";"):  # a declaration, or a variable
+                    name = None
+                continue
+        if name is not None:
+            found.setdefault(name, []).append((number, code))
+        depth += opened - closed
+        if depth == 0:
+            name = None
+    return found
+
+
+def entry_points(ptx: str) -> list[str]:
+    """Names of the kernels in a PTX text."""
+    return re.findall(r"^\s*(?:\.visible\s+)?\.entry\s+([\w$]+)", ptx, re.MULTILINE)
+
+
+def instruction_findings(kernel: str, number: int, code: str, fma: Collection[str]) -> Iterable[Finding]:
+    """The rules, on one line of PTX."""
+    match = _INSTRUCTION.match(code)
+    if match is None:
+        return
+    opcode = match.group(1)
+    base, *modifiers = opcode.split(".")
+    floats = _FLOAT.findall(opcode)
+    text = code.strip()
+    if "ftz" in modifiers:
+        yield Finding(kernel, "flush-to-zero", number, text)
+    if {"approx", "full"} & set(modifiers) or (base in _ALWAYS_APPROXIMATE and floats):
+        yield Finding(kernel, "approximation", number, text)
+    if base in ("fma", "mad") and floats and not set(floats) <= set(fma):
+        yield Finding(kernel, "undeclared fma", number, text)
+    if base in _ROUNDED and floats and not {"rn", "rz", "rm", "rp"} & set(modifiers):
+        # Without a rounding modifier the assembler may fuse a multiplication and an addition.
+        yield Finding(kernel, "contractible operation", number, text)
+    if base in ("div", "sqrt", "rcp") and floats and not {"rn", "approx", "full"} & set(modifiers):
+        yield Finding(kernel, "division or root not correctly rounded", number, text)
+    if base in ("atom", "red") and floats:
+        yield Finding(kernel, "float atomic", number, text)
+    if base in ("mma", "wmma", "wgmma", "tcgen05") and floats:
+        yield Finding(kernel, "float matrix instruction", number, text)
+
+
+def lint(ptx: str, declared: Mapping[str, Collection[str]] | None = None) -> list[Finding]:
+    """Every forbidden instruction of the exact kernels in ``ptx``; ``*_fast`` kernels are not looked at.
+
+    Device functions that were not inlined obey the rules too; their fma is what any kernel of the text
+    declares.
+    """
+    table = DECLARED_FMA if declared is None else declared
+    entries = entry_points(ptx)
+    anywhere = {kind for name in entries for kind in table.get(name, ())}
+    findings: list[Finding] = []
+    for name, body in functions(ptx).items():
+        if name.endswith("_fast"):
+            continue
+        if name in entries and name not in table:
+            findings.append(Finding(name, "kernel without an entry in DECLARED_FMA", body[0][0], name))
+        fma = table.get(name, ()) if name in entries else anywhere
+        for number, code in body:
+            findings += instruction_findings(name, number, code, fma)
+    return findings

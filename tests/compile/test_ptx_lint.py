@@ -1,0 +1,120 @@
+"""Every lint rule is seen red: the fault is planted in source and compiled, or in PTX itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kestrel.cuda import compile as nvrtc
+from kestrel.cuda.ptx_lint import entry_points, functions, lint
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
+
+CLEAN = """
+extern "C" __global__ void k_norm(const float *x, float *y, double *z) {
+    const int i = threadIdx.x;
+    y[i] = 1.0f / sqrtf(x[i] * x[i] + x[i + 1]);
+    z[i] = z[i] / 3.0 + z[i + 1] * z[i + 2];
+    atomicAdd((int *)y, 1);
+}
+"""
+
+
+def ptx(text: str, flags: list[str] | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> str:
+    if flags is not None:
+        assert monkeypatch is not None
+        monkeypatch.setattr(nvrtc, "EXACT_FLAGS", tuple(flags))
+    return nvrtc.compile_source("planted.cu", text.encode(), {}, "sm_80").ptx
+
+
+def rules(text: str, *fma: str) -> set[str]:
+    return {finding.rule for finding in lint(text, {"k_norm": fma})}
+
+
+def test_clean_kernel_has_no_findings() -> None:
+    assert rules(ptx(CLEAN)) == set()
+
+
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("--ftz=true", "flush-to-zero"),
+        ("--prec-div=false", "approximation"),
+        ("--prec-sqrt=false", "approximation"),
+        ("--fmad=true", "undeclared fma"),
+    ],
+)
+def test_each_flag_is_needed(flag: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = flag.split("=")[0]
+    flags = [flag if f.startswith(name) else f for f in nvrtc.EXACT_FLAGS]
+    assert flags != list(nvrtc.EXACT_FLAGS)
+    assert rule in rules(ptx(CLEAN, flags, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("statement", "rule"),
+    [
+        ("y[0] = __expf(x[0]);", "approximation"),
+        ("y[0] = rsqrtf(x[0]);", "approximation"),
+        ("y[0] = __fdividef(x[0], x[1]);", "approximation"),
+        ("y[0] = __fmaf_rn(x[0], x[1], x[2]);", "undeclared fma"),
+        ("z[0] = __fma_rn(z[0], z[1], z[2]);", "undeclared fma"),
+        ("atomicAdd(y, x[0]);", "float atomic"),
+        ("atomicAdd(z, z[1]);", "float atomic"),
+        ('asm("add.f32 %0, %1, %2;" : "=f"(y[0]) : "f"(x[0]), "f"(x[1]));', "contractible operation"),
+        ('asm("div.full.f32 %0, %1, %2;" : "=f"(y[0]) : "f"(x[0]), "f"(x[1]));', "approximation"),
+        (
+            'asm("sqrt.rz.f32 %0, %1;" : "=f"(y[0]) : "f"(x[0]));',
+            "division or root not correctly rounded",
+        ),
+    ],
+)
+def test_planted_statement(statement: str, rule: str) -> None:
+    source = f'extern "C" __global__ void k_norm(const float *x, float *y, double *z) {{ {statement} }}'
+    assert rules(ptx(source)) == {rule}
+
+
+def test_planted_float_matrix_instruction() -> None:
+    line = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f1}, {%r1}, {%r2}, {%f2};"
+    text = f".visible .entry k_norm(\n)\n{{\n\t{line}\n\tret;\n}}\n"
+    assert rules(text) == {"float matrix instruction"}
+
+
+def test_integer_matrix_instruction_passes() -> None:
+    line = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1}, {%r2}, {%r3}, {%r4};"
+    assert rules(f".visible .entry k_norm(\n)\n{{\n\t{line}\n}}\n") == set()
+
+
+def test_declared_fma_passes_for_its_type_alone() -> None:
+    source = """
+    extern "C" __global__ void k_norm(const float *x, float *y, double *z) {
+        y[0] = __fmaf_rn(x[0], x[1], x[2]);
+        z[0] = __fma_rn(z[0], z[1], z[2]);
+    }"""
+    assert rules(ptx(source), "f32", "f64") == set()
+    assert rules(ptx(source), "f32") == {"undeclared fma"}
+
+
+def test_unknown_kernel_is_refused() -> None:
+    findings = lint(ptx(CLEAN), {})
+    assert [f.rule for f in findings] == ["kernel without an entry in DECLARED_FMA"]
+
+
+def test_fast_kernels_are_not_looked_at() -> None:
+    source = 'extern "C" __global__ void k_norm_fast(float *y) { y[0] = __expf(y[1]); }'
+    assert lint(ptx(source), {}) == []
+
+
+def test_device_functions_that_are_not_inlined_are_looked_at() -> None:
+    source = """
+    __device__ __noinline__ float helper(float x, int n) { return n ? __expf(x) : x; }
+    extern "C" __global__ void k_norm(float *y) { y[0] = helper(y[1], threadIdx.x); }
+    """
+    text = ptx(source)
+    assert len(functions(text)) == 2
+    assert entry_points(text) == ["k_norm"]
+    assert "approximation" in rules(text)
+
+
+def test_predicated_instructions_are_looked_at() -> None:
+    text = ".visible .entry k_norm(\n)\n{\n\t@%p1 ex2.approx.ftz.f32 %f1, %f2;\n}\n"
+    assert rules(text) == {"approximation", "flush-to-zero"}
