@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+_OF_TESTS = {"KESTREL_SHARED"}  # read by tests/support alone
 
 
 class Variable(Generic[T]):
@@ -196,7 +197,7 @@ class Env:
             variable.__get__(self, Env)
         known = [variable.name for variable in self.table()]
         for name in sorted(self.environ):
-            if name.startswith("KESTREL_") and name not in known and not name.startswith("KESTREL_TEST_"):
+            if name.startswith("KESTREL_") and name not in known and name not in _OF_TESTS:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ", it is ignored; docs/env.md lists them all"
                 self._warn(name, f"unknown environment variable {name}{hint}")

@@ -35,7 +35,18 @@ class ContextOverflowError(KestrelError):
 
 
 class NonFiniteError(KestrelError):
-    """A NaN or infinity in the logits, with the first layer and operation that produced it."""
+    """A NaN or infinity in the logits, with the first position, layer and operation that produced it.
+
+    ``layer`` is None before layer 0 and after the last; all three are None when a second run was finite.
+    """
+
+    def __init__(
+        self, message: str, position: int | None = None, layer: int | None = None, op: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.position = position
+        self.layer = layer
+        self.op = op
 
 
 class BackendError(KestrelError):

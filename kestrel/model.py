@@ -118,6 +118,10 @@ class Model:
             self._buffers[name] = self.backend.empty((rows, width), dtype)
         return self._buffers[name]
 
+    def activations(self) -> list[Buffer]:
+        """Every activation buffer made so far."""
+        return list(self._buffers.values())
+
     # -- running -----------------------------------------------------------------------------------------------
 
     def step(self, rows: int, logit_rows: int, taps: TapLevel = "off") -> Step:

@@ -1,0 +1,72 @@
+"""Where models lie: the one place that decides."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kestrel.env import env
+from kestrel.errors import KestrelError
+
+DEMO_MODEL = "smollm2-135m-instruct"
+MANIFEST = "kestrel.json"  # what makes a folder a converted model
+
+
+def user_models() -> Path:
+    """The user's own model folder: ``$XDG_DATA_HOME/kestrel/models`` or ``~/.local/share/kestrel/models``."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "kestrel" / "models"
+
+
+def demo_model_folder() -> Path:
+    """Where the demo model is, or goes: ``./models`` in a source checkout, else the user's folder."""
+    here = Path("models") / DEMO_MODEL
+    for folder in (here, user_models() / DEMO_MODEL):
+        if (folder / MANIFEST).exists():
+            return folder
+    in_checkout = Path("pyproject.toml").exists() and Path("kestrel", "model.py").exists()
+    return here if in_checkout else user_models() / DEMO_MODEL
+
+
+def resolve_model(name: str | os.PathLike[str] | None) -> Path:
+    """The folder of ``-m NAME``: a path, a name in the user's model folder, or ``owner/name`` in the Hugging
+    Face cache. Without a name: ``KESTREL_MODEL``, else the demo model.
+
+    Raises KestrelError that says where it looked and how to get a model.
+    """
+    if name is None:
+        named = env.model
+        if named is not None:
+            if not named.exists():
+                raise KestrelError(f"KESTREL_MODEL names {named}, which does not exist")
+            return named
+        demo = demo_model_folder()
+        if (demo / MANIFEST).exists():
+            return demo
+        raise KestrelError(
+            f"no model given and the demo model is not at {demo}: name a model folder with -m, "
+            "fetch the demo model with `kestrel demo` (or `make demo`), "
+            "or make one with `kestrel convert SRC DST`"
+        )
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    candidates = [user_models() / path, *_hugging_face_snapshots(str(name))]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    looked = ", ".join(str(p) for p in [path, *candidates])
+    raise KestrelError(f"no model at {name} (looked at {looked}): kestrel never downloads; give a folder")
+
+
+def _hugging_face_snapshots(name: str) -> list[Path]:
+    """Snapshot folders of ``owner/name`` in the local cache, the one ``main`` points at first."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return []
+    home = os.environ.get("HF_HOME")
+    cache = (Path(home) if home else Path.home() / ".cache" / "huggingface") / "hub"
+    repository = cache / f"models--{name.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    revision = main.read_text().strip() if main.exists() else None
+    found = sorted(p for p in (repository / "snapshots").glob("*") if p.is_dir())
+    return sorted(found, key=lambda p: p.name != revision)
