@@ -119,8 +119,9 @@ def architecture(major: int, minor: int, supported: Iterable[int] | None = None)
         )
     if not fitting:
         raise BackendError(
-            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability "
-            f"{major}.{minor} (it knows {', '.join(f'sm_{a}' for a in known)}): install a newer nvidia-cuda-nvrtc"
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for capability "
+            f"{major}.{minor} (it knows {', '.join(f'sm_{a}' for a in known)}): "
+            "install a newer nvidia-cuda-nvrtc"
         )
     return f"sm_{max(fitting)}"
 

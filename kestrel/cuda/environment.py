@@ -1,4 +1,4 @@
-"""Is there a GPU, a driver, CuPy and NVRTC, and do they fit together? One clear error for each way they do not."""
+"""Are a GPU, a driver, CuPy and NVRTC there, and do they fit together? One clear error for each fault."""
 
 from __future__ import annotations
 

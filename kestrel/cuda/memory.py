@@ -1,4 +1,4 @@
-"""Memory of one GPU: buffers from a pool of their own, uploads through pinned staging, clear errors when it runs out."""
+"""Memory of one GPU: buffers from a pool of their own, uploads through pinned staging, clear errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Progress = Callable[[int], None]  # called with the bytes uploaded since the las
 
 
 class CudaBuffer:
-    """Device memory as a backend buffer; it is freed when the last reference goes, or by the backend's close()."""
+    """Device memory as a backend buffer; freed with its last reference, or by the backend's close()."""
 
     def __init__(self, memory: Any, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
         self.memory = memory  # a cupy.cuda.MemoryPointer
