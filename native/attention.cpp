@@ -1,0 +1,92 @@
+// attention, contract section 7, as it is written there: one row and head at a time, one position after the other.
+#include "../kernels/ucrt.cuh"
+#include "ops.h"
+
+namespace kestrel {
+namespace {
+
+constexpr int kChunk = 256;  // positions
+
+// The running maximum, sum and weighted values of a range of positions.
+struct State {
+    float m, l;
+    float *acc;  // f32[hd]
+};
+
+void quantize_query(const float *q, int hd, signed char *q8, float *qd) {
+    unsigned amax = 0;
+    for (int i = 0; i < hd; i++) {
+        const unsigned magnitude = f32_bits(q[i]) & 0x7fffffffu;
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    const A8Scale s = a8_scale(amax);
+    *qd = s.d;
+    for (int i = 0; i < hd; i++) q8[i] = static_cast<signed char>(s.zero ? 0 : a8_code(q[i], s.inv));
+}
+
+void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64_t slot0, int count, int kv_head,
+                  State *state) {
+    const int hd = a.hd;
+    float *acc = state->acc;
+    float m = f32_from_bits(0xff800000u), l = 0.0f;
+    for (int i = 0; i < hd; i++) acc[i] = 0.0f;
+    for (int t = 0; t < count; t++) {
+        const int64_t row = (slot0 + t) * a.nkv + kv_head;
+        const signed char *k8 = a.kq + row * hd, *v8 = a.vq + row * hd;
+        int dot = 0;
+        for (int i = 0; i < hd; i++) dot += q8[i] * k8[i];
+        const float s = static_cast<float>(dot) * (qs * a.ks[row]);
+        if (s > m) {
+            const float c = expf_ucrt(m - s);
+            l *= c;
+            for (int i = 0; i < hd; i++) acc[i] *= c;
+            m = s;
+        }
+        const float p = expf_ucrt(s - m);
+        l += p;
+        const float w = p * a.vs[row];
+        for (int i = 0; i < hd; i++) acc[i] = fma_f32(w, static_cast<float>(v8[i]), acc[i]);
+    }
+    state->m = m;
+    state->l = l;
+}
+
+// left = left merged with right, which follows it.
+void merge(State *left, const State &right, int hd) {
+    const float m = right.m > left->m ? right.m : left->m;
+    const float a = expf_ucrt(left->m - m), b = expf_ucrt(right.m - m);
+    left->l = fma_f32(right.l, b, left->l * a);
+    for (int i = 0; i < hd; i++) left->acc[i] = fma_f32(right.acc[i], b, left->acc[i] * a);
+    left->m = m;
+}
+
+}  // namespace
+
+void attention_scalar(const void *args, ThreadContext &context) {
+    const auto &a = *static_cast<const AttentionArgs *>(args);
+    const int hd = a.hd, heads_per_kv = a.nh / a.nkv;
+    float *memory = static_cast<float *>(context.scratch(2 * sizeof(float) * hd + hd));
+    auto *q8 = reinterpret_cast<signed char *>(memory + 2 * hd);
+    State total{0, 0, memory}, chunk{0, 0, memory + hd};
+    const int64_t items = static_cast<int64_t>(a.M) * a.nh;
+    for (int64_t item = context.next_chunk(); item < items; item = context.next_chunk()) {
+        const int64_t m = item / a.nh;
+        const int h = static_cast<int>(item % a.nh), kv_head = h / heads_per_kv;
+        float qd;
+        quantize_query(a.q + m * a.ld + static_cast<int64_t>(h) * hd, hd, q8, &qd);
+        const float qs = qd * a.qscale;
+        const int positions = a.pos[m] + 1;
+        for (int begin = 0; begin < positions; begin += kChunk) {
+            const int count = positions - begin < kChunk ? positions - begin : kChunk;
+            attend_chunk(a, q8, qs, static_cast<int64_t>(a.base[m]) + begin, count, kv_head,
+                         begin == 0 ? &total : &chunk);
+            if (begin > 0) merge(&total, chunk, hd);
+        }
+        float *out = a.out + (m * a.nh + h) * hd;
+        for (int i = 0; i < hd; i++) out[i] = total.acc[i] / total.l;
+    }
+}
+
+bool attention_serial(const void *) { return false; }
+
+}  // namespace kestrel
