@@ -1,9 +1,11 @@
-"""The shape of a model, and what a checkpoint's ``config.json`` says of it."""
+"""The shape of a model, frozen, and its JSON form in a kestrel folder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Family = Literal["llama", "qwen3", "qwen3_moe"]
 
@@ -68,3 +70,126 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; ``from_json`` gives an equal config back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(raw: object) -> tuple[ModelConfig | None, list[str]]:
+        """The config, or the list of every fault: unknown or missing keys, wrong types, impossible values."""
+        faults: list[str] = []
+        config = _dataclass_from_json(ModelConfig, raw, "config", faults)
+        if config is not None:
+            faults += config.faults()
+        return (None, faults) if faults else (config, [])
+
+    def faults(self) -> list[str]:
+        """What makes this shape impossible, or one that kestrel does not run; empty when it is sound."""
+        faults = [
+            f"{name} must be at least 1, not {getattr(self, name)}"
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "max_position",
+            )
+            if getattr(self, name) < 1
+        ]
+        if faults:
+            return faults
+        if self.num_heads % self.num_kv_heads:
+            faults.append(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
+        if self.head_dim % 2 or self.head_dim > 256:
+            faults.append(f"head_dim {self.head_dim} is not supported: it must be even and at most 256")
+        if not 0.0 < self.rms_norm_eps < 1.0:
+            faults.append(f"rms_norm_eps must lie between 0 and 1, not {self.rms_norm_eps}")
+        has_dense = self.moe is None or bool(self.moe.dense_layers)
+        if self.intermediate_size < (1 if has_dense else 0):
+            faults.append(f"intermediate_size must be at least 1, not {self.intermediate_size}")
+        faults += self._moe_faults() + self._rope_faults()
+        ids = [("bos_token_id", self.bos_token_id), *(("eos_token_id", i) for i in self.eos_token_ids)]
+        faults += [
+            f"{name} {token} is outside the vocabulary of {self.vocab_size}"
+            for name, token in ids
+            if token is not None and not 0 <= token < self.vocab_size
+        ]
+        return faults
+
+    def _moe_faults(self) -> list[str]:
+        if (self.moe is not None) != (self.family == "qwen3_moe"):
+            return [f"family {self.family} {'has no' if self.moe else 'needs'} experts"]
+        if self.moe is None:
+            return []
+        faults = []
+        if self.moe.num_experts < 1 or not 1 <= self.moe.top_k <= self.moe.num_experts:
+            faults.append(f"cannot choose {self.moe.top_k} of {self.moe.num_experts} experts")
+        if self.moe.intermediate_size < 1:
+            faults.append(f"experts' intermediate size must be at least 1, not {self.moe.intermediate_size}")
+        if any(not 0 <= layer < self.num_layers for layer in self.moe.dense_layers):
+            faults.append(f"dense layers {list(self.moe.dense_layers)} exceed the {self.num_layers} layers")
+        return faults
+
+    def _rope_faults(self) -> list[str]:
+        rope, faults = self.rope, []
+        if not 1.0 < rope.theta < float("inf"):
+            faults.append(f"rope theta must be above 1 and finite, not {rope.theta}")
+        if not 0.0 < rope.factor < float("inf"):
+            faults.append(f"rope factor must be above 0 and finite, not {rope.factor}")
+        if rope.original_max_position is not None and rope.original_max_position < 1:
+            faults.append(f"rope original_max_position must be at least 1, not {rope.original_max_position}")
+        if rope.type == "yarn":
+            if not 0.0 < rope.beta_slow <= rope.beta_fast:
+                faults.append(f"yarn beta_fast {rope.beta_fast} must not be below beta_slow {rope.beta_slow}")
+            if rope.attention_factor is not None and not 0.0 < rope.attention_factor < float("inf"):
+                faults.append(f"yarn attention_factor must be above 0, not {rope.attention_factor}")
+        if rope.type == "llama3" and not 0.0 < rope.low_freq_factor < rope.high_freq_factor:
+            faults.append(
+                f"llama3 high_freq_factor {rope.high_freq_factor} must exceed "
+                f"low_freq_factor {rope.low_freq_factor}, which must be above 0"
+            )
+        return faults
+
+
+def _dataclass_from_json(cls: Any, raw: object, where: str, faults: list[str]) -> Any:
+    if not isinstance(raw, dict):
+        faults.append(f"{where} must be an object, not {type(raw).__name__}")
+        return None
+    before = len(faults)
+    hints = get_type_hints(cls)
+    faults += [f"{where} has an unknown key {key!r}" for key in raw if key not in hints]
+    values = {}
+    for field in fields(cls):
+        if field.name not in raw:
+            faults.append(f"{where}.{field.name} is missing")
+        else:
+            values[field.name] = _from_json(
+                hints[field.name], raw[field.name], f"{where}.{field.name}", faults
+            )
+    return cls(**values) if len(faults) == before else None
+
+
+def _from_json(hint: Any, value: object, where: str, faults: list[str]) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in get_args(hint) if option is not type(None))
+    if is_dataclass(hint):
+        return _dataclass_from_json(hint, value, where, faults)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            faults.append(f"{where} is {value!r}, not one of {', '.join(map(str, get_args(hint)))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            faults.append(f"{where} must be a list of integers, not {value!r}")
+            return ()
+        return tuple(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        faults.append(f"{where} must be {typing.cast(type, hint).__name__}, not {value!r}")
+    return value

@@ -1,8 +1,8 @@
 """Rotary frequencies of a model, contract section 5.
 
-The powers and logarithms are taken in decimal arithmetic with far more digits than a double holds and rounded once,
-so the frequencies are the same on every machine whatever its C library; the scaling rules are then plain f64
-``+ - * /`` and the result is rounded to f32 once.
+The powers and logarithms are taken in decimal arithmetic with far more digits than a double holds and rounded
+once, so the frequencies are the same on every machine whatever its C library; the scaling rules are then plain
+f64 ``+ - * /`` and the result is rounded to f32 once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _mscale(scale: float, mscale: float) -> float:
 
 
 def _yarn(rope: RopeConfig, plain: list[float], head_dim: int, original: int) -> list[float]:
-    """Interpolated below ``low``, untouched above ``high``, a linear ramp over the pair index between them."""
+    """Pairs below ``low`` kept, pairs above ``high`` interpolated, a linear ramp over the index between."""
 
     def pair_of(rotations: float) -> float:
         """The (fractional) pair that turns ``rotations`` times over the original context."""
