@@ -36,8 +36,8 @@ def read_safetensors(path: Path) -> dict[str, F64]:
 class Oracle:
     """``config`` is a config.json in the style of transformers 4 or 5.
 
-    ``int8_inputs`` passes the input of every quantised matrix through int8 groups of 32;
-    ``int8_attention`` passes Q, K and V through int8 rows: the meaning of the contract's quantisation, without its float32
+    ``int8_inputs`` passes the input of every quantised matrix through int8 groups of 32; ``int8_attention``
+    passes Q, K and V through int8 rows: what the contract's quantisation means, without its float32
     rounding. The router reads unquantised inputs.
     """
 
