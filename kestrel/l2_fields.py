@@ -88,9 +88,9 @@ def parse_key(text: str) -> Key:
 def input_keys(key: Key, layers: int, known: Container[str]) -> Iterator[Key]:
     """The nearest keys in ``known`` that ``key`` is computed from, at its own position.
 
-    A field that is not in ``known`` (another level, or an operation the model does not have) is replaced by its
-    own inputs. Nothing is yielded for the embedding: its input is the token id. Attention also reads the cache
-    rows of all earlier positions, which come before it in data-flow order.
+    A field that is not in ``known`` (another level, or an operation the model does not have) is replaced by
+    its own inputs. Nothing is yielded for the embedding: its input is the token id. Attention also reads the
+    cache rows of all earlier positions, which come before it in data-flow order.
     """
     for name in BY_NAME[key.field].inputs:
         if name == "prev.x":
