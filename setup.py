@@ -1,8 +1,8 @@
 """Builds ``kestrel._native`` from ``native/*.cpp``; everything else about the package is in pyproject.toml.
 
-A file's name decides its instruction set: ``*_avx2.cpp``, ``*_avx512.cpp`` and ``*_avx512vnni.cpp`` may use those
-instructions, every other file only those that any x86-64 CPU has, so that one wheel runs everywhere and picks its
-forms at run time.
+A file's name decides its instruction set: ``*_avx2.cpp``, ``*_avx512.cpp`` and ``*_avx512vnni.cpp`` may use
+those instructions, every other file only those that any x86-64 CPU has, so that one wheel runs everywhere and
+picks its forms at run time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
-# Never fast-math: no flag here may change a bit. -fno-math-errno only drops the store to errno (sqrt becomes one
-# instruction); contraction is off, so that fma happens exactly where the source says fma.
-FLAGS = """
-    -O3 -std=c++17 -ffp-contract=off -fno-math-errno -fvisibility=hidden -fPIC -Wall -Wextra
-    -pthread -g0 -DNDEBUG
-""".split()
+# Never fast-math: no flag here may change a bit. -fno-math-errno only drops the store to errno (sqrt becomes
+# one instruction); contraction is off, so that fma happens exactly where the source says fma.
+FLAGS = [
+    *["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
+    *["-fPIC", "-pthread", "-g0", "-DNDEBUG", "-Wall", "-Wextra"],
+]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISA_FLAGS = {
-    "_avx2.cpp": "-mavx2 -mfma -mf16c".split(),
-    "_avx512.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
-    "_avx512vnni.cpp": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c".split(),
+    "_avx2.cpp": AVX2,
+    "_avx512.cpp": AVX512,
+    "_avx512vnni.cpp": [*AVX512, "-mavx512vnni"],
 }
 
 

@@ -7,17 +7,18 @@ import numpy.typing as npt
 class Program:
     """Ops with their arguments, checked once and run many times.
 
-    ``ops`` are (registry name, bytes of the argument struct); pointers in them must stay valid while the program
-    runs. Raises ValueError for an unknown op, arguments of the wrong size, threads outside 1..1024, or an ISA level
-    that this CPU lacks.
+    ``ops`` are (registry name, bytes of the argument struct); pointers in them must stay valid while the
+    program runs. Raises ValueError for an unknown op, arguments of the wrong size, threads outside 1..1024, or
+    an ISA level that this CPU lacks.
     """
 
     def __init__(self, ops: Sequence[tuple[str, bytes]], threads: int, isa: str) -> None: ...
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Run ops ``begin`` to ``end`` (exclusive) and return when they are done; the GIL is released.
 
-        Runs of a process take turns. On the main thread Python's signals are looked at about every 50 ms, so that
-        Ctrl-C raises KeyboardInterrupt after the op in progress. Raises IndexError for a range outside the program.
+        Runs of a process take turns. On the main thread Python's signals are looked at about every 50 ms, so
+        that Ctrl-C raises KeyboardInterrupt after the op in progress. Raises IndexError for a range outside the
+        program.
         """
 
     def __len__(self) -> int: ...

@@ -56,9 +56,11 @@ def assert_bits_equal(
         return
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(different)), a.shape))
     digits = 2 * a.dtype.itemsize
+    found = f"0x{int(ua[index]):0{digits}x} ({a[index]!r})"
+    wanted = f"0x{int(ub[index]):0{digits}x} ({b[index]!r})"
     message = (
         f"{prefix}{int(different.sum())} of {a.size} elements differ, first at {list(index)}: "
-        f"0x{int(ua[index]):0{digits}x} ({a[index]!r}) against expected 0x{int(ub[index]):0{digits}x} ({b[index]!r})"
+        f"{found} against expected {wanted}"
     )
     if np.issubdtype(a.dtype, np.floating):
         distance = ulp_distance(a[index].reshape(1), b[index].reshape(1))[0]

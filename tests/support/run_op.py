@@ -45,7 +45,7 @@ def op_args(name: str, **values: Any) -> ctypes.Structure:
 
 
 def run_op(name: str, threads: int = 1, isa: str | None = None, **values: Any) -> None:
-    """Run op ``name`` once; outputs are written into the arrays given. ``isa=None`` is the best this CPU has."""
+    """Run op ``name`` once into the output arrays given; ``isa=None`` is the best level this CPU has."""
     args = op_args(name, **values)
     isa = isa or _native.isa_available()[-1]
     _native.Program([(name, bytes(args))], threads, isa).run()
