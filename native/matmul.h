@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "op.h"
+#include "ops.h"
 
 namespace kestrel {
 
@@ -46,15 +46,5 @@ extern const MatmulForm matmul_form_scalar;
 extern const MatmulForm matmul_form_avx2;
 extern const MatmulForm matmul_form_avx512;      // without VNNI
 extern const MatmulForm matmul_form_avx512vnni;  // AVX-512 with VNNI
-
-// Entries of the op table.
-void matmul_scalar(const void *args, ThreadContext &context);
-void matmul_avx2(const void *args, ThreadContext &context);
-void matmul_avx512(const void *args, ThreadContext &context);
-bool matmul_serial(const void *args);
-void moe_matmul_scalar(const void *args, ThreadContext &context);
-void moe_matmul_avx2(const void *args, ThreadContext &context);
-void moe_matmul_avx512(const void *args, ThreadContext &context);
-bool moe_matmul_serial(const void *args);
 
 }  // namespace kestrel

@@ -13,7 +13,7 @@ namespace kestrel {
 namespace {
 
 constexpr int kRowFormInputs = 4;  // most input rows of the row form
-constexpr int kTileInputs = 4;     // input rows that one pass over a tile serves
+constexpr int kTileInputs = 3;     // input rows that one pass over the tiles serves
 
 // ---- helpers ---------------------------------------------------------------------------------------------------------
 
@@ -80,11 +80,20 @@ inline __m128i scale_shuffle(const int *lane_of_slot, int skip) {
 
 // ---- row form, q4local -----------------------------------------------------------------------------------------------
 
+// Adds the four 32-bit units of each half of v[i] to unit i of that half (units are i32 or pairs of i16).
+inline __m256i reduce_units(__m256i v0, __m256i v1, __m256i v2, __m256i v3, __m256i (*add)(__m256i, __m256i)) {
+    const __m256i a = add(_mm256_unpacklo_epi32(v0, v1), _mm256_unpackhi_epi32(v0, v1));  // [0 1 0 1]
+    const __m256i b = add(_mm256_unpacklo_epi32(v2, v3), _mm256_unpackhi_epi32(v2, v3));  // [2 3 2 3]
+    return add(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));                 // [0 1 2 3]
+}
+
+inline __m256i add_i16(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
+inline __m256i add_i32(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+
 // Sums 16-bit parts of 8 groups to one 32-bit dot each. v[p] holds group 2p in its low half, group 2p+1 in its high
 // half; result lanes are kLaneOfSlotQ4. |part| <= 4 * 15 * 127 = 7620, so that four of them still fit 16 bits.
 inline __m256i reduce_q4(__m256i v0, __m256i v1, __m256i v2, __m256i v3) {
-    const __m256i sum = _mm256_hadd_epi16(_mm256_hadd_epi16(v0, v1), _mm256_hadd_epi16(v2, v3));
-    return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+    return _mm256_madd_epi16(reduce_units(v0, v1, v2, v3, add_i16), _mm256_set1_epi16(1));
 }
 
 inline __m256i parts_q4(__m256i lo, __m256i hi, const InputBlock &in, int p) {
@@ -175,8 +184,8 @@ inline void dots_q8(const signed char *codes, int groups, const InputBlock *cons
         __m256i v[8];
         for (int i = 0; i < 8; i++)
             v[i] = i < groups ? parts_q8(load256(codes + 32 * i), load256(in[c]->q + 32 * i)) : _mm256_setzero_si256();
-        const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-        const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+        const __m256i a = reduce_units(v[0], v[1], v[2], v[3], add_i32);  // low and high half to be added
+        const __m256i b = reduce_units(v[4], v[5], v[6], v[7], add_i32);
         dot[c] = _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
     }
 }
@@ -353,77 +362,99 @@ inline __m256i broadcast4(const signed char *p) {
     return _mm256_set1_epi32(word);
 }
 
-// Dots of group g of the tile's 8 rows with C inputs.
-template <int WType, int C>
-inline void tile_dots(const unsigned char *codes, const signed char *const *q, int g, __m256i *dot) {
-    __m256i sum[C];
-    for (int c = 0; c < C; c++) sum[c] = _mm256_setzero_si256();
-    for (int s = 0; s < 8; s++) {
-        const __m256i w = _mm256_load_si256(reinterpret_cast<const __m256i *>(codes + 32 * s));
-        for (int c = 0; c < C; c++) {
-            const __m256i x = broadcast4(q[c] + 32 * g + 4 * s);
-            if (WType == KESTREL_Q4LOCAL)  // eight pairs of at most 3810 fit 16 bits
-                sum[c] = _mm256_add_epi16(sum[c], _mm256_maddubs_epi16(w, x));
-            else
-                sum[c] = _mm256_add_epi32(sum[c], parts_q8(w, x));
-        }
-    }
-    for (int c = 0; c < C; c++)
-        dot[c] = WType == KESTREL_Q4LOCAL ? _mm256_madd_epi16(sum[c], _mm256_set1_epi16(1)) : sum[c];
-}
-
-// The tile's rows times inputs c0 .. c0+C-1; `rows` results each are stored.
-template <int WType, int C>
-void tile_times(const MatmulTask &task, const MatmulInput &input, const Tile &tile, int first, int rows, int c0) {
+// T tiles (8 weight rows each) times inputs c0 .. c0+C-1; `rows` results of each input are stored.
+template <int WType, int T, int C>
+void tiles_times(const MatmulTask &task, const MatmulInput &input, const Tile *tile, int *offset, int first, int rows,
+                 int c0) {
+    constexpr bool q4 = WType == KESTREL_Q4LOCAL;
     const int groups = task.w.k / 32;
     const signed char *q[C];
     const float *d[C];
-    const int *gsum[C];
     for (int c = 0; c < C; c++) {
         const int64_t in = task.in_row[c0 + c];
         q[c] = input.xq + in * task.w.k;
         d[c] = input.xd + in * groups;
-        gsum[c] = WType == KESTREL_Q4LOCAL ? input.gsum + in * groups : nullptr;
+        if (q4)
+            for (int g = 0; g < groups; g++) offset[c * groups + g] = 8 * input.gsum[in * groups + g];
     }
-    __m256 lanes[C][8];  // lane l of the contract, for 8 weight rows
+    __m256 lanes[T][C][8];  // lane l of the contract, for 8 weight rows
     for (int l = 0; l < 8; l++) {
-        __m256 acc[C];
-        for (int c = 0; c < C; c++) acc[c] = _mm256_setzero_ps();
+        __m256 acc[T][C];
+        for (int t = 0; t < T; t++)
+            for (int c = 0; c < C; c++) acc[t][c] = _mm256_setzero_ps();
         for (int g = l; g < groups; g += 8) {
-            __m256i dot[C];
-            tile_dots<WType, C>(tile.codes + 256 * g, q, g, dot);
-            const __m256 scale = _mm256_load_ps(tile.scale + 8 * g);
-            for (int c = 0; c < C; c++) {
-                if (WType == KESTREL_Q4LOCAL) dot[c] = _mm256_sub_epi32(dot[c], _mm256_set1_epi32(8 * gsum[c][g]));
-                const __m256 ws = _mm256_mul_ps(scale, _mm256_set1_ps(d[c][g]));
-                acc[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[c]), ws, acc[c]);
+            __m256i sum[T][C];
+            for (int t = 0; t < T; t++)
+                for (int c = 0; c < C; c++) sum[t][c] = _mm256_setzero_si256();
+            for (int s = 0; s < 8; s++) {
+                __m256i w[T];
+                for (int t = 0; t < T; t++)
+                    w[t] = _mm256_load_si256(reinterpret_cast<const __m256i *>(tile[t].codes + 256 * g + 32 * s));
+                for (int c = 0; c < C; c++) {
+                    const __m256i x = broadcast4(q[c] + 32 * g + 4 * s);
+                    for (int t = 0; t < T; t++) {
+                        if (q4)  // eight pairs of at most 3810 fit 16 bits
+                            sum[t][c] = _mm256_add_epi16(sum[t][c], _mm256_maddubs_epi16(w[t], x));
+                        else
+                            sum[t][c] = _mm256_add_epi32(sum[t][c], parts_q8(w[t], x));
+                        asm("" : "+x"(sum[t][c]));  // else the compiler regroups the sums and spills the parts
+                    }
+                }
+            }
+            for (int t = 0; t < T; t++) {
+                const __m256 scale = _mm256_load_ps(tile[t].scale + 8 * g);
+                for (int c = 0; c < C; c++) {
+                    __m256i dot = sum[t][c];
+                    if (q4)
+                        dot = _mm256_sub_epi32(_mm256_madd_epi16(dot, _mm256_set1_epi16(1)),
+                                               _mm256_set1_epi32(offset[c * groups + g]));
+                    const __m256 ws = _mm256_mul_ps(scale, _mm256_broadcast_ss(d[c] + g));
+                    acc[t][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), ws, acc[t][c]);
+                }
             }
         }
-        for (int c = 0; c < C; c++) lanes[c][l] = acc[c];
+        for (int t = 0; t < T; t++)
+            for (int c = 0; c < C; c++) lanes[t][c][l] = acc[t][c];
     }
-    const __m256i mask = lane_mask(rows);
     for (int c = 0; c < C; c++) {
-        const __m256 lo0 = _mm256_add_ps(lanes[c][0], lanes[c][4]), lo1 = _mm256_add_ps(lanes[c][1], lanes[c][5]);
-        const __m256 lo2 = _mm256_add_ps(lanes[c][2], lanes[c][6]), lo3 = _mm256_add_ps(lanes[c][3], lanes[c][7]);
-        const __m256 y = _mm256_add_ps(_mm256_add_ps(lo0, lo1), _mm256_add_ps(lo2, lo3));
-        _mm256_maskstore_ps(task.y + task.out_row[c0 + c] * task.ldy + first, mask, y);
+        for (int t = 0; t < T; t++) {
+            const __m256 *a = lanes[t][c];
+            const __m256 lo0 = _mm256_add_ps(a[0], a[4]), lo1 = _mm256_add_ps(a[1], a[5]);
+            const __m256 lo2 = _mm256_add_ps(a[2], a[6]), lo3 = _mm256_add_ps(a[3], a[7]);
+            const __m256 y = _mm256_add_ps(_mm256_add_ps(lo0, lo1), _mm256_add_ps(lo2, lo3));
+            float *out = task.y + task.out_row[c0 + c] * task.ldy + first + 8 * t;
+            _mm256_maskstore_ps(out, lane_mask(rows - 8 * t), y);
+        }
     }
+}
+
+template <int WType, int T>
+void tiles_times_all(const MatmulTask &task, const MatmulInput &input, const Tile *tile, int *offset, int first,
+                     int rows) {
+    int c = 0;
+    for (; c + kTileInputs <= task.count; c += kTileInputs)
+        tiles_times<WType, T, kTileInputs>(task, input, tile, offset, first, rows, c);
+    if (task.count - c == 2) tiles_times<WType, T, 2>(task, input, tile, offset, first, rows, c);
+    if (task.count - c == 1) tiles_times<WType, T, 1>(task, input, tile, offset, first, rows, c);
 }
 
 template <int WType>
 void run_tiles(const MatmulTask &task, const MatmulInput &input, char *workspace) {
-    const Tile tile = {reinterpret_cast<unsigned char *>(workspace), reinterpret_cast<float *>(workspace + 8 * task.w.k)};
-    for (int first = task.begin; first < task.end; first += 8) {
-        const int rows = std::min(8, task.end - first);
-        make_tile(task.w, first, rows, tile);
-        int c = 0;
-        for (; c + kTileInputs <= task.count; c += kTileInputs)
-            tile_times<WType, kTileInputs>(task, input, tile, first, rows, c);
-        switch (task.count - c) {
-            case 3: tile_times<WType, 3>(task, input, tile, first, rows, c); break;
-            case 2: tile_times<WType, 2>(task, input, tile, first, rows, c); break;
-            case 1: tile_times<WType, 1>(task, input, tile, first, rows, c); break;
-            default: break;
+    const int k = task.w.k, groups = k / 32;
+    Tile tile[2];
+    for (int t = 0; t < 2; t++) {
+        tile[t].codes = reinterpret_cast<unsigned char *>(workspace) + 8 * k * t;
+        tile[t].scale = reinterpret_cast<float *>(workspace + 16 * k) + 8 * groups * t;
+    }
+    int *offset = reinterpret_cast<int *>(workspace + 16 * k + 64 * groups);  // [kTileInputs, G]
+    for (int first = task.begin; first < task.end; first += 16) {
+        const int rows = std::min(16, task.end - first);
+        make_tile(task.w, first, std::min(rows, 8), tile[0]);
+        if (rows > 8) {
+            make_tile(task.w, first + 8, rows - 8, tile[1]);
+            tiles_times_all<WType, 2>(task, input, tile, offset, first, rows);
+        } else {
+            tiles_times_all<WType, 1>(task, input, tile, offset, first, rows);
         }
     }
 }
@@ -453,7 +484,7 @@ void run_avx2(const MatmulTask &task, const MatmulInput &input, char *workspace)
 size_t workspace_avx2(int k, int count) {
     const size_t groups = k / 32;
     const size_t arranged = std::min(count, kRowFormInputs) * ((groups + 7) / 8) * sizeof(InputBlock);
-    const size_t tile = 8 * static_cast<size_t>(k) + groups * 8 * sizeof(float);
+    const size_t tile = 16 * static_cast<size_t>(k) + 64 * groups + kTileInputs * groups * sizeof(int);
     return round_up(count > 1 ? std::max(arranged, tile) : arranged, 64);
 }
 
