@@ -53,6 +53,10 @@ class Placement:
         return cls(prompt, decode)
 
     @property
+    def uses_gpu(self) -> bool:
+        return "cuda" in (parse_device(self.prompt)[0], parse_device(self.decode)[0])
+
+    @property
     def split(self) -> bool:
         return parse_device(self.prompt) != parse_device(self.decode)
 
@@ -81,6 +85,8 @@ def make_backend(
     try:
         from kestrel.cuda.device import CudaBackend
     except ImportError as error:
+        if (error.name or "").startswith("kestrel"):
+            raise  # a fault of this package, not a missing one
         raise BackendError(
             f"device {device} needs the CUDA packages: pip install 'kestrel-exact[cuda12]' or [cuda13] "
             f"to match the driver ({error})"

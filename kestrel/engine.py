@@ -106,8 +106,8 @@ class Engine:
         End-of-sequence tokens and stop strings are the caller's business. ``reuse`` keeps the KV rows of the
         prefix that this prompt shares with the tokens before; the bits are the same.
         ``on_prompt(done, total)`` is called after each chunk of the prompt. Raises what ``check_prompt``
-        raises before anything is written, KestrelError while another generation runs, NonFiniteError for a NaN
-        or infinity in the logits.
+        raises before anything is written, KestrelError while another generation runs, NonFiniteError
+        for a NaN or infinity in the logits.
         """
         limit = self.check_prompt(prompt, params.max_tokens)
         if self._running:
@@ -138,7 +138,7 @@ class Engine:
             timings.prompt_seconds = first - began
             tokens = list(prompt)
             for count in range(1, limit + 1):
-                timings.generated_tokens = count
+                timings.generated_tokens, timings.decoded_tokens = count, count - 1
                 timings.generation_seconds = time.perf_counter() - first
                 yield token
                 if count == limit:

@@ -220,7 +220,7 @@ env = Env()
 # Variables of other projects that change what kestrel does; listed in docs/env.md.
 FOREIGN = {
     "NO_COLOR": "No colour in progress bars and tables on stderr.",
-    "HF_HOME": "Hugging Face cache searched for a model given as `owner/name`.",
+    "HF_HOME": "Hugging Face cache in which `convert` finds a source given as `owner/name`.",
     "HF_HUB_OFFLINE": "Honoured trivially: kestrel never downloads a model.",
     "CUDA_VISIBLE_DEVICES": "GPUs that `cuda:N` counts; read by the CUDA driver.",
     "XDG_CACHE_HOME": "Parent of the default cache folder.",

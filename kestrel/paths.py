@@ -29,8 +29,8 @@ def demo_model_folder() -> Path:
 
 
 def resolve_model(name: str | os.PathLike[str] | None) -> Path:
-    """The folder of ``-m NAME``: a path, a name in the user's model folder, or ``owner/name`` in the Hugging
-    Face cache. Without a name: ``KESTREL_MODEL``, else the demo model.
+    """The folder of ``-m NAME``: a path, or a name in the user's model folder. Without a name:
+    ``KESTREL_MODEL``, else the demo model.
 
     Raises KestrelError that says where it looked and how to get a model.
     """
@@ -51,22 +51,10 @@ def resolve_model(name: str | os.PathLike[str] | None) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    candidates = [user_models() / path, *_hugging_face_snapshots(str(name))]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    looked = ", ".join(str(p) for p in [path, *candidates])
-    raise KestrelError(f"no model at {name} (looked at {looked}): kestrel never downloads; give a folder")
-
-
-def _hugging_face_snapshots(name: str) -> list[Path]:
-    """Snapshot folders of ``owner/name`` in the local cache, the one ``main`` points at first."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return []
-    home = os.environ.get("HF_HOME")
-    cache = (Path(home) if home else Path.home() / ".cache" / "huggingface") / "hub"
-    repository = cache / f"models--{name.replace('/', '--')}"
-    main = repository / "refs" / "main"
-    revision = main.read_text().strip() if main.exists() else None
-    found = sorted(p for p in (repository / "snapshots").glob("*") if p.is_dir())
-    return sorted(found, key=lambda p: p.name != revision)
+    installed = user_models() / path
+    if installed.exists():
+        return installed
+    raise KestrelError(
+        f"no model at {path}, nor at {installed}: name a folder made by `kestrel convert SRC DST` "
+        "(SRC: a Hugging Face folder, a name in its cache, or a GGUF file; nothing is downloaded)"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ class Timings:
     reused_tokens: int = 0  # of these, rows that were still in the KV cache
     prompt_seconds: float = 0.0  # until the first new token was chosen
     generated_tokens: int = 0
-    generation_seconds: float = 0.0  # after the first new token
+    decoded_tokens: int = 0  # of these, all but the first, which belongs to the prompt's time
+    generation_seconds: float = 0.0  # of the decoded tokens
 
     @property
     def prompt_rate(self) -> float | None:
@@ -25,8 +26,12 @@ class Timings:
 
     @property
     def generation_rate(self) -> float | None:
-        """Tokens after the first, which belongs to the prompt's time."""
-        return _rate(self.generated_tokens - 1, self.generation_seconds)
+        return _rate(self.decoded_tokens, self.generation_seconds)
+
+    def add(self, other: Timings) -> None:
+        """Count another request in."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def as_json(self) -> dict[str, Any]:
         return {
