@@ -45,6 +45,7 @@ class Oracle:
     tensors: Mapping[str, F64]
     int8_inputs: bool = False
     int8_attention: bool = False
+    length: int = 0  # of the sequences of the last forward
     trace: dict[str, F64] = field(default_factory=dict)  # of the last forward, by tap name
 
     @classmethod
@@ -56,17 +57,18 @@ class Oracle:
         return cls(config, tensors, **options)
 
     def forward(self, ids: npt.ArrayLike) -> F64:
-        """Logits [T, V] of the token ids, from an empty context."""
+        """Logits [..., T, V] of token ids [T], or [B, T] for B sequences, each from an empty context."""
         c = self.config
         ids = np.asarray(ids)
-        x = self.tensors["model.embed_tokens.weight"][ids]
+        self.length = ids.shape[-1]
+        x = self.tensors["model.embed_tokens.weight"][ids.reshape(-1)]
         for layer in range(c["num_hidden_layers"]):
             x = x + self._attention(layer, x)
             x = x + self._ffn(layer, x)
             self.trace[f"l{layer}_x"] = x
         x = ref.rms_norm(x, self.tensors["model.norm.weight"], c["rms_norm_eps"])
         tied = c.get("tie_word_embeddings", False)
-        return self._linear(x, "model.embed_tokens" if tied else "lm_head")
+        return self._linear(x, "model.embed_tokens" if tied else "lm_head").reshape(*ids.shape, -1)
 
     def _linear(self, x: F64, name: str) -> F64:
         return self._product(x, self.tensors[name + ".weight"])
@@ -80,21 +82,22 @@ class Oracle:
         c, p = self.config, f"model.layers.{layer}."
         nh, nkv = c["num_attention_heads"], c["num_key_value_heads"]
         hd = c.get("head_dim") or c["hidden_size"] // nh
-        T = x.shape[0]
+        rows, T = x.shape[0], self.length
         x = ref.rms_norm(x, self.tensors[p + "input_layernorm.weight"], c["rms_norm_eps"])
-        q = self._linear(x, p + "self_attn.q_proj").reshape(T, nh, hd)
-        k = self._linear(x, p + "self_attn.k_proj").reshape(T, nkv, hd)
-        v = self._linear(x, p + "self_attn.v_proj").reshape(T, nkv, hd)
+        q = self._linear(x, p + "self_attn.q_proj").reshape(rows, nh, hd)
+        k = self._linear(x, p + "self_attn.k_proj").reshape(rows, nkv, hd)
+        v = self._linear(x, p + "self_attn.v_proj").reshape(rows, nkv, hd)
         q, k = self._qk_norm(p, q, "q_norm"), self._qk_norm(p, k, "k_norm")
         scaling = c.get("rope_parameters") or c.get("rope_scaling") or {}
         theta = scaling.get("rope_theta") or c.get("rope_theta") or 10000.0
         frequencies, factor = ref.rope_frequencies(hd, theta, scaling, c["max_position_embeddings"])
-        positions = np.arange(T, dtype=np.float64)
+        positions = np.arange(rows) % T * 1.0
         q, k = ref.rope(q, positions, frequencies, factor), ref.rope(k, positions, frequencies, factor)
         if self.int8_attention:
             q, k, v = ref.through_int8(q), ref.through_int8(k), ref.through_int8(v)
-        out = ref.attention(q, k, v)
-        return self._linear(out.reshape(T, nh * hd), p + "self_attn.o_proj")
+        parts = [slice(begin, begin + T) for begin in range(0, rows, T)]
+        out = np.concatenate([ref.attention(q[part], k[part], v[part]) for part in parts])
+        return self._linear(out.reshape(rows, nh * hd), p + "self_attn.o_proj")
 
     def _qk_norm(self, p: str, x: F64, name: str) -> F64:
         if self.config["model_type"] == "llama":
