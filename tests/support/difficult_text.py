@@ -88,7 +88,14 @@ CONTROL = [
     "\x85 next line \u2028 line sep \u2029",
 ]
 # Canonically equivalent spellings: a tokenizer with NFC treats both members of a pair alike.
-DECOMPOSED = ["e\u0301 a\u0308 n\u0303", "Å Å A\u030a", "한", "q\u0323\u0307", "Z̸a̷l̵g̶o̴", "ﷺ Ω K"]
+DECOMPOSED = [
+    "e\u0301 a\u0308 n\u0303",
+    "\u00c5 \u212b A\u030a",
+    "\u1112\u1161\u11ab\u1100\u116e\u11a8",
+    "q\u0323\u0307",
+    "Z\u0338a\u0337l\u0335g\u0336o\u0334",
+    "\ufdfa \u2126 \u212a",
+]
 SPECIAL = [
     "<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     "<|endoftext|>",
