@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kestrel.backend import Backend
 from kestrel.config import ModelConfig
 from kestrel.errors import ContextOverflowError, KestrelError, NonFiniteError, UsageError
-from kestrel.model import Model, Step, Tap, TapLevel
+from kestrel.model import Model, Step, Tap, TapLevel, tap_key
 from kestrel.nonfinite import find_non_finite
 from kestrel.sampling import SamplingParams, sample
 from kestrel.stats import Timings
@@ -170,6 +170,49 @@ class Engine:
                 self._raise_non_finite(ids[: start + int(failed[0]) + 1], model)
             result[start : start + len(part)] = model.logits(len(part))
         return result
+
+    def tensor(
+        self, tokens: Sequence[int], prompt_tokens: int, position: int, layer: int | None, field: str
+    ) -> tuple[npt.NDArray[Any], int]:
+        """The value of one L2 key and its hash, from a run of ``tokens`` cut into steps as ``generate`` does.
+
+        The first ``prompt_tokens`` run in chunks, the others one by one. Raises UsageError when the run has
+        no such key.
+        """
+        if self._running:
+            raise KestrelError("a generation is still running on this model: finish or close it first")
+        self._check_ids(tokens)
+        if not 0 <= position < len(tokens):
+            raise UsageError(f"position {position} is not in a run of {len(tokens)} tokens")
+        self._keep_prefix([])
+        ids = list(tokens)
+        starts = [*range(0, prompt_tokens, self.chunk), *range(prompt_tokens, len(ids))]
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            model = self.prompt_model if start < prompt_tokens else self.decode_model
+            end = min(end, prompt_tokens) if start < prompt_tokens else end
+            if start == prompt_tokens:
+                self._hand_over(prompt_tokens)
+            if position < end:
+                return self._tensor_of_step(model, ids[start:end], start, position, layer, field)
+            self._forward(model, ids[start:end], start, 0, None)
+        raise AssertionError("unreachable: every position lies in a step")
+
+    def _tensor_of_step(
+        self, model: Model, ids: list[int], start: int, position: int, layer: int | None, field: str
+    ) -> tuple[npt.NDArray[Any], int]:
+        rows = len(ids)
+        model.load_rows(np.array(ids, np.int32), np.arange(start, start + rows, dtype=np.int32))
+        step = model.step(rows, rows, "extended")
+        found = [i for i, tap in enumerate(step.taps) if (tap.layer, tap.field) == (layer, field)]
+        if not found:
+            raise UsageError(f"this model has no value {tap_key(position, layer, field)}")
+        tap = step.taps[found[0]]
+        step.program.run(0, tap.op_index + 2)  # up to the value and its hash
+        size = tap.dtype.itemsize
+        row = position if tap.by_slot else position - start - tap.rows_from
+        first, elements = (tap.offset + row * tap.stride) // size, tap.nbytes // size
+        value = model.backend.read(tap.buffer, (first + elements,))[first:]
+        return value, int(model.hashes(step, rows)[found[0], position - start])
 
     # -- steps -----------------------------------------------------------------------------------------------
 

@@ -102,12 +102,6 @@ class Dump:
             return None
         return [*self.command["prompt_ids"], *(self.generated or [])]
 
-    @property
-    def layers(self) -> int:
-        return 1 + max(
-            (key.layer for key in map(parse_key, self.hashes) if key.layer is not None), default=-1
-        )
-
 
 def read_dump(path: Path | str) -> Dump:
     """Read a dump. A file without header lines (another program's) is read too; one cut off is refused.

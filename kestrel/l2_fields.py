@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class Key:
         return self.position, layer, _ORDER[self.field]
 
 
-@lru_cache(maxsize=1 << 16)
 def parse_key(text: str) -> Key:
     """The parts of a key. Raises ValueError when it is none of the contract's."""
     match = _KEY.fullmatch(text)
