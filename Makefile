@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml setup.py | $(BIN)/python
 
 setup: $(STAMP) native ## virtual environment with the package and its development tools
 
-native: $(STAMP) ## build the native module in place (only what changed)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+native: $(STAMP) ## build the native modules in place (only what changed); _simt is for tests
+	KESTREL_BUILD_SIMT=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
 demo: setup ## fetch SmolLM2-135M-Instruct, convert it, and answer a prompt
 	$(BIN)/python -m kestrel.demo -p "Explain in two sentences why the sky is blue." -n 96

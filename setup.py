@@ -37,6 +37,8 @@ ISA_FLAGS = {
 
 
 def isa_flags(source: Path) -> list[str]:
+    if source.name.startswith("simt_"):  # device code reads the same memory as bytes, words and vectors
+        return ["-fno-strict-aliasing", "-Wno-unknown-pragmas"]
     return next((flags for suffix, flags in ISA_FLAGS.items() if source.name.endswith(suffix)), [])
 
 
@@ -117,6 +119,16 @@ class BuildNative(build_ext):
             )
 
 
+def native_sources(*, simt: bool) -> list[str]:
+    """The files of ``kestrel._native``, or of ``kestrel._simt``: the kernels on the CPU, for tests."""
+    found = ROOT.glob("native/*.cpp")
+    return sorted(p.relative_to(ROOT).as_posix() for p in found if p.name.startswith("simt_") == simt)
+
+
+extensions = [Extension("kestrel._native", native_sources(simt=False))]
+if os.environ.get("KESTREL_BUILD_SIMT") == "1":
+    extensions.append(Extension("kestrel._simt", native_sources(simt=True)))
+
 setup(
     packages=[
         *sorted(
@@ -126,16 +138,7 @@ setup(
     ],
     package_dir={"kestrel": "kestrel", "kestrel.kernels": "kernels"},
     package_data={"kestrel": ["*.pyi", "py.typed"], "kestrel.kernels": ["*.cu", "*.cuh", "*.h"]},
-    ext_modules=[
-        Extension(
-            "kestrel._native",
-            sorted(
-                p.relative_to(ROOT).as_posix()
-                for p in ROOT.glob("native/*.cpp")
-                if not p.name.startswith("simt_")
-            ),
-        )
-    ],
+    ext_modules=extensions,
     cmdclass={"build_ext": BuildNative},
     zip_safe=False,
 )

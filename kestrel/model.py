@@ -360,7 +360,9 @@ class _StepBuilder:
     def _attention_work(self) -> Buffer | None:
         c, m = self.config, self.model
         size = m.backend.attention_work_bytes(m.max_rows, c.num_heads, c.head_dim, m.kv.slots)
-        return m.buffer("attention_work", size, np.uint8, 1) if size else None
+        if size and "attention_work" not in m._buffers:
+            m._buffers["attention_work"] = m.backend.zeros((size,), np.uint8)  # its counters start at zero
+        return m._buffers.get("attention_work")
 
     def _norm(self, layer: int, name: str, x: Buffer) -> Buffer:
         c = self.config

@@ -1,0 +1,131 @@
+// One weight row times MT input rows in the contract's order (section 3), by eight threads: thread l owns lane l, that is groups
+// l, l+8, l+16, ... (bf16: elements l, l+8, ...), so every chain of the contract is one thread's own. Eight neighbouring
+// threads read 128 contiguous bytes of codes at a time, and each keeps several loads in flight.
+#pragma once
+
+#include "port.cuh"
+
+// MT input rows; rows past the end repeat the last one, their results are dropped by the caller.
+template <int MT> struct InputRows {
+    const float *x[MT];         // f32[K], for bf16 weights
+    const signed char *xq[MT];  // i8[K]
+    const float *xd[MT];        // f32[G]
+    const int *gsum[MT];        // i32[G]
+};
+
+// q4local: sum of (code - 8) * q over a group, as dp4a over the raw nibbles minus 8 * sum of q.
+DEVICE int dot_q4(uint4 c, const uint4 lo, const uint4 hi, int gsum) {
+    const unsigned nibbles = 0x0f0f0f0fu;
+    int dot = 0;
+    dot = __dp4a((int)(c.x & nibbles), (int)lo.x, dot);
+    dot = __dp4a((int)(c.y & nibbles), (int)lo.y, dot);
+    dot = __dp4a((int)(c.z & nibbles), (int)lo.z, dot);
+    dot = __dp4a((int)(c.w & nibbles), (int)lo.w, dot);
+    dot = __dp4a((int)(c.x >> 4 & nibbles), (int)hi.x, dot);
+    dot = __dp4a((int)(c.y >> 4 & nibbles), (int)hi.y, dot);
+    dot = __dp4a((int)(c.z >> 4 & nibbles), (int)hi.z, dot);
+    dot = __dp4a((int)(c.w >> 4 & nibbles), (int)hi.w, dot);
+    return dot - 8 * gsum;
+}
+
+DEVICE int dot_s8(const uint4 a, const uint4 b, int dot) {
+    dot = __dp4a((int)a.x, (int)b.x, dot);
+    dot = __dp4a((int)a.y, (int)b.y, dot);
+    dot = __dp4a((int)a.z, (int)b.z, dot);
+    return __dp4a((int)a.w, (int)b.w, dot);
+}
+
+// codes: u8[G, 16] and scale: f16[G] of one weight row; UNROLL groups of a thread are loaded before the first is used.
+template <int MT, int UNROLL>
+DEVICE void row_q4local(const unsigned char *codes, const unsigned short *scale, int groups, const InputRows<MT> &in,
+                        int lane, float *acc) {
+    for (int g0 = lane; g0 < groups; g0 += 8 * UNROLL) {
+        uint4 c[UNROLL];
+        unsigned short s[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int g = g0 + 8 * u;
+            if (g < groups) {
+                c[u] = load_streaming(codes + 16ll * g);
+                s[u] = load_streaming_u16(scale + g);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int g = g0 + 8 * u;
+            if (g < groups) {
+                const float ws = half_to_float(s[u]);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    const uint4 *const q = (const uint4 *)(in.xq[m] + 32ll * g);
+                    const int dot = dot_q4(c[u], q[0], q[1], in.gsum[m][g]);
+                    acc[m] = fma_f32((float)dot, ws * in.xd[m][g], acc[m]);
+                }
+            }
+        }
+    }
+}
+
+// codes: i8[G, 32].
+template <int MT, int UNROLL>
+DEVICE void row_q8local(const unsigned char *codes, const unsigned short *scale, int groups, const InputRows<MT> &in,
+                        int lane, float *acc) {
+    for (int g0 = lane; g0 < groups; g0 += 8 * UNROLL) {
+        uint4 lo[UNROLL], hi[UNROLL];
+        unsigned short s[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int g = g0 + 8 * u;
+            if (g < groups) {
+                lo[u] = load_streaming(codes + 32ll * g);
+                hi[u] = load_streaming(codes + 32ll * g + 16);
+                s[u] = load_streaming_u16(scale + g);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int g = g0 + 8 * u;
+            if (g < groups) {
+                const float ws = half_to_float(s[u]);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    const uint4 *const q = (const uint4 *)(in.xq[m] + 32ll * g);
+                    const int dot = dot_s8(hi[u], q[1], dot_s8(lo[u], q[0], 0));
+                    acc[m] = fma_f32((float)dot, ws * in.xd[m][g], acc[m]);
+                }
+            }
+        }
+    }
+}
+
+// w: bf16[K].
+template <int MT, int UNROLL>
+DEVICE void row_bf16(const unsigned short *w, int length, const InputRows<MT> &in, int lane, float *acc) {
+    for (int k0 = lane; k0 < length; k0 += 8 * UNROLL) {
+        unsigned short b[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (k0 + 8 * u < length) b[u] = load_streaming_u16(w + k0 + 8 * u);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int k = k0 + 8 * u;
+            if (k < length) {
+#pragma unroll
+                for (int m = 0; m < MT; m++) acc[m] = fma_f32(bf16_to_f32(b[u]), in.x[m][k], acc[m]);
+            }
+        }
+    }
+}
+
+// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before).
+template <int MT>
+DEVICE void weight_row(const Weight &w, long long n, const InputRows<MT> &in, int lane, float *acc) {
+    const int groups = w.k / 32;
+    const unsigned char *const codes = (const unsigned char *)w.codes;
+    if (w.wtype == KESTREL_Q4LOCAL)
+        row_q4local<MT, MT == 1 ? 8 : 4>(codes + n * groups * 16, w.scale + n * groups, groups, in, lane, acc);
+    else if (w.wtype == KESTREL_Q8LOCAL)
+        row_q8local<MT, MT == 1 ? 4 : 2>(codes + n * groups * 32, w.scale + n * groups, groups, in, lane, acc);
+    else
+        row_bf16<MT, MT == 1 ? 16 : 8>((const unsigned short *)w.codes + n * w.k, w.k, in, lane, acc);
+}

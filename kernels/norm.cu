@@ -1,0 +1,122 @@
+// Norms, contract section 4. Squares and results are computed by all threads; what the contract orders, the chain of
+// block sums or of squares, is walked by one thread over shared memory.
+#include "port.cuh"
+
+// Walks `n` floats of shared memory in ascending order onto `sum`; four loads are in flight ahead of the chain.
+DEVICE float ordered_sum(const float *terms, int n, float sum) {
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        const float4 t = *(const float4 *)(terms + i);
+        sum += t.x;
+        sum += t.y;
+        sum += t.z;
+        sum += t.w;
+    }
+    for (; i < n; i++) sum += terms[i];
+    return sum;
+}
+
+#if !KESTREL_FAST
+
+// One block per row (grid-stride). Dynamic shared: f32[d/8 + d%8 + 4].
+KERNEL void k_rms_norm_cpu(const RmsNormArgs a) {
+    DYNAMIC_SHARED(shared);
+    float *const terms = (float *)shared;      // f32[d/8 + d%8]: block sums, then the tail's squares
+    const int blocks = a.d / 8, tail = a.d % 8;
+    float *const r_shared = terms + blocks + tail;
+    for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
+        const float *const x = a.x + (long long)m * a.d;  // f32[d]
+        float *const out = a.out + (long long)m * a.d;    // f32[d]
+        for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+            float square[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) square[k] = x[8 * b + k] * x[8 * b + k];
+            terms[b] = hsum8(square);
+        }
+        for (int i = threadIdx.x; i < tail; i += blockDim.x) {
+            const float v = x[8 * blocks + i];
+            terms[blocks + i] = v * v;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const float ss = ordered_sum(terms, blocks + tail, 0.0f);
+            *r_shared = 1.0f / sqrt_f32(ss / (float)a.d + a.eps);
+        }
+        __syncthreads();
+        const float r = *r_shared;
+        for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = (x[i] * r) * a.w[i];
+        __syncthreads();  // r and the terms are read before the next row overwrites them
+    }
+}
+
+// A block takes blockDim.y heads at a time, blockDim.x threads to a head; the heads of all rows are numbered m * heads + h.
+// Dynamic shared: f32[blockDim.y][hd + 4].
+KERNEL void k_qk_norm_cpu(const QkNormArgs a) {
+    DYNAMIC_SHARED(shared);
+    const int pitch = a.hd + 4;  // keeps rows 16-byte aligned (hd is a multiple of 4)
+    float *const squares = (float *)shared + threadIdx.y * pitch;  // f32[hd], then r
+    const long long total = (long long)a.M * a.heads;
+    for (long long first = (long long)blockIdx.x * blockDim.y; first < total; first += (long long)gridDim.x * blockDim.y) {
+        const long long head = first + threadIdx.y;
+        const bool active = head < total;
+        float *const x = active ? a.x + head / a.heads * a.ld + head % a.heads * a.hd : nullptr;  // f32[hd]
+        if (active)
+            for (int i = threadIdx.x; i < a.hd; i += blockDim.x) squares[i] = x[i] * x[i];
+        __syncthreads();
+        // The chains of all heads of the block run side by side in its first threads.
+        const int linear = threadIdx.y * blockDim.x + threadIdx.x;
+        if (linear < (int)blockDim.y && first + linear < total) {
+            float *const mine = (float *)shared + linear * pitch;
+            const float ss = ordered_sum(mine, a.hd, 0.0f);
+            mine[a.hd] = 1.0f / sqrt_f32(ss / (float)a.hd + a.eps);
+        }
+        __syncthreads();
+        if (active) {
+            const float r = squares[a.hd];
+            for (int i = threadIdx.x; i < a.hd; i += blockDim.x) x[i] = (x[i] * r) * a.w[i];
+        }
+        __syncthreads();
+    }
+}
+
+#else  // KESTREL_FAST
+
+// Tree sum over the block; every thread gets it. scratch: f32[33].
+DEVICE float block_sum_fast(float v, float *scratch) {
+    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(FULL_WARP, v, step);
+    if (lane_id() == 0) scratch[warp_id()] = v;
+    __syncthreads();
+    float total = 0.0f;
+    for (int w = 0; w < warp_count(); w++) total += scratch[w];
+    __syncthreads();
+    return total;
+}
+
+// Same launch as k_rms_norm_cpu.
+KERNEL void k_rms_norm_fast(const RmsNormArgs a) {
+    __shared__ float scratch[33];
+    for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
+        const float *const x = a.x + (long long)m * a.d;  // f32[d]
+        float *const out = a.out + (long long)m * a.d;    // f32[d]
+        float ss = 0.0f;
+        for (int i = threadIdx.x; i < a.d; i += blockDim.x) ss += x[i] * x[i];
+        const float r = rsqrtf(block_sum_fast(ss, scratch) / (float)a.d + a.eps);
+        for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = x[i] * r * a.w[i];
+    }
+}
+
+// Same launch as k_qk_norm_cpu, with blockDim.x = 32: a warp to a head.
+KERNEL void k_qk_norm_fast(const QkNormArgs a) {
+    const long long total = (long long)a.M * a.heads;
+    for (long long head = (long long)blockIdx.x * blockDim.y + threadIdx.y; head < total;
+         head += (long long)gridDim.x * blockDim.y) {
+        float *const x = a.x + head / a.heads * a.ld + head % a.heads * a.hd;  // f32[hd]
+        float ss = 0.0f;
+        for (int i = threadIdx.x; i < a.hd; i += 32) ss += x[i] * x[i];
+        for (int step = 16; step > 0; step >>= 1) ss += __shfl_xor_sync(FULL_WARP, ss, step);
+        const float r = rsqrtf(ss / (float)a.hd + a.eps);
+        for (int i = threadIdx.x; i < a.hd; i += 32) x[i] = x[i] * r * a.w[i];
+    }
+}
+
+#endif

@@ -1,0 +1,92 @@
+// The only file that knows who compiles the kernels: NVRTC for a GPU, or g++ against the CUDA shim of the tests
+// (native/simt_host.h), where threads are fibers. What CUDA spells as plain C++ (threadIdx, __syncthreads, __shfl_*,
+// __dp4a, __shared__, atomics) keeps its CUDA spelling in the kernels; this file adds what needs PTX or a macro.
+#pragma once
+
+#include "contract.cuh"
+#include "op_args.h"
+
+#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+
+#define KERNEL extern "C" __global__
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+// Bytes given at launch, 16-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#define LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
+
+// 16 bytes of weights: read once per pass, so they need not displace the activations in L1.
+DEVICE uint4 load_streaming(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+// Read-only for the whole kernel.
+DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return __ldg(p); }
+// One instruction; exact, and equal to f16_to_f32 for every number (NaN payloads are the hardware's).
+DEVICE float half_to_float(unsigned short h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+// What another block of this launch wrote: past L1, which is not coherent.
+DEVICE float load_l2(const float *p) { return __ldcg(p); }
+DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
+
+// Copies 16 bytes from global to shared memory; visible after copy_wait_all and a barrier.
+DEVICE void copy_async_16(void *shared, const void *global) {
+    const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+#else
+
+#include "../native/simt_host.h"
+
+#define KERNEL extern "C"
+#define DEVICE static inline
+#define DEVICE_MEMBER inline
+#define LAUNCH_BOUNDS(...)
+#define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
+
+DEVICE uint4 load_streaming(const void *p) { return *static_cast<const uint4 *>(p); }
+DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
+DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
+DEVICE float load_l2(const float *p) { return *p; }
+DEVICE float4 load_l2(const float4 *p) { return *p; }
+// As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
+DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
+DEVICE void copy_wait_all() { simt::copy_wait_all(); }
+
+#endif
+
+#define FULL_WARP 0xffffffffu
+
+DEVICE int lane_id() { return (int)(threadIdx.x & 31u); }
+DEVICE int warp_id() { return (int)(threadIdx.x >> 5); }
+DEVICE int warp_count() { return (int)(blockDim.x >> 5); }
+
+// Maximum over the lanes that differ in the bits of `lanes - 1` (lanes: a power of two). Integer, so order-free.
+DEVICE unsigned group_max_u32(unsigned v, int lanes) {
+    for (int step = 1; step < lanes; step <<= 1) {
+        const unsigned other = __shfl_xor_sync(FULL_WARP, v, step);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+
+// Sum over the same lanes; integer, so order-free.
+DEVICE int group_sum_s32(int v, int lanes) {
+    for (int step = 1; step < lanes; step <<= 1) v += __shfl_xor_sync(FULL_WARP, v, step);
+    return v;
+}
+
+// hsum8 over lanes 0..7 of each group of 8: f32 addition commutes, so both partners of a shuffle get the same bits.
+DEVICE float group_hsum8(float a) {
+    a = a + __shfl_xor_sync(FULL_WARP, a, 4);  // lo[k] = a[k] + a[k+4]
+    a = a + __shfl_xor_sync(FULL_WARP, a, 1);  // lo0 + lo1, lo2 + lo3
+    return a + __shfl_xor_sync(FULL_WARP, a, 2);
+}

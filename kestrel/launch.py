@@ -1,0 +1,269 @@
+"""Launch geometry: which kernel runs an op, with which grid, block and shared memory.
+
+One table for every backend that runs the kernels under ``kernels/``. Nothing here may change a bit: kernels stride over
+whatever grid they get, and each output element is computed in the contract's order whoever computes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kestrel.errors import BackendError
+from kestrel.ops import L2HashArgs, Op
+
+Mode = Literal["fast", "bitexact", "l2exact"]
+Dim3 = tuple[int, int, int]
+
+CHUNK = 256  # positions of an attention chunk, contract section 7
+ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
+SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
+HASHES_PER_LAUNCH = 32
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Parameters of speed alone."""
+
+    sms: int = 132  # multiprocessors to fill
+    elementwise_threads: int = 256
+    norm_threads: int = 256
+    qk_norm_heads: int = 4  # heads of a block
+    a8_warps: int = 4
+    matmul_warps: int = 4  # four weight rows each
+    matmul_max_blocks: int = 1 << 16
+    matmul_row_tile: int = 8  # input rows that share a weight load, at most: 1, 2, 4, 8
+    rope_blocks: int = 4  # of one row
+    rope_threads: int = 128
+    kv_warps: int = 4
+    attention_heads: int = 8  # query heads of a block, at most
+    attention_slots: int = 16  # blocks that share the chunks of one row, at most
+    attention_threads: int = 288
+    router_threads: int = 128
+    argmax_threads: int = 1024
+    hash_bytes: int = 32  # of a thread, while a row has threads enough
+    hash_max_threads: int = 1024
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; ``args`` is the kernel's single parameter, by value."""
+
+    kernel: str
+    grid: Dim3
+    block: Dim3
+    shared: int  # bytes of dynamic shared memory
+    args: ctypes.Structure
+
+
+class L2HashManyArgs(ctypes.Structure):
+    """Of ``k_l2_hash_many``: several taps in one launch."""
+
+    _fields_ = [
+        ("tap", L2HashArgs * HASHES_PER_LAUNCH),
+        ("count", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil(a, b) * b
+
+
+def attention_work_bytes(rows: int, heads: int, head_dim: int, context: int) -> int:
+    """Bytes of ``AttentionArgs.work`` for passes of at most ``rows`` rows over ``context`` positions.
+
+    The memory must be zero before the first launch; every launch leaves its counters zero.
+    """
+    states = min(rows, SPLIT_ROWS) * heads * _ceil(context, CHUNK)
+    return 4 * ATTENTION_COUNTERS + 4 * states * (head_dim + 4)
+
+
+def attention_shared_bytes(heads: int, head_dim: int) -> int:
+    """Dynamic shared memory of ``k_attn_decode_online`` for ``heads`` query heads of a block."""
+    return (
+        heads * head_dim
+        + CHUNK * head_dim
+        + 4 * (4 * heads * CHUNK + heads * 8 + heads * head_dim + 5 * heads)
+    )
+
+
+# -- one function per op -----------------------------------------------------------------------------------------
+
+
+def _embed(a: Any, t: Tuning) -> list[Launch]:
+    n = t.elementwise_threads
+    return [Launch("k_embed", (_ceil(a.w.k, n), a.M, 1), (n, 1, 1), 0, a)]
+
+
+def _rms_norm(a: Any, t: Tuning) -> list[Launch]:
+    shared = 4 * (a.d // 8 + a.d % 8 + 1)
+    return [Launch("k_rms_norm_cpu", (a.M, 1, 1), (t.norm_threads, 1, 1), shared, a)]
+
+
+def _quantize_a8(a: Any, t: Tuning) -> list[Launch]:
+    blocks = _ceil(a.M * (a.K // 32), 4 * t.a8_warps)
+    return [Launch("k_quantize_a8", (blocks, 1, 1), (32 * t.a8_warps, 1, 1), 0, a)]
+
+
+def _row_tile(rows: int, t: Tuning) -> int:
+    tile = 1
+    while tile < rows and tile < t.matmul_row_tile:
+        tile *= 2
+    return tile
+
+
+def _matmul(a: Any, t: Tuning) -> list[Launch]:
+    total = sum(a.w[i].n for i in range(a.n_w))
+    tile = _row_tile(a.M, t)
+    blocks = min(_ceil(total, 4 * t.matmul_warps), t.matmul_max_blocks)
+    kernel = "k_matmul" if tile == 1 else f"k_matmul_m{tile}"
+    return [Launch(kernel, (blocks, _ceil(a.M, tile), 1), (32 * t.matmul_warps, 1, 1), 0, a)]
+
+
+def _qk_norm(a: Any, t: Tuning) -> list[Launch]:
+    _check_head_dim(a.hd)
+    heads = t.qk_norm_heads
+    blocks = _ceil(a.M * a.heads, heads)
+    return [Launch("k_qk_norm_cpu", (blocks, 1, 1), (32, heads, 1), 4 * heads * (a.hd + 4), a)]
+
+
+def _rope(a: Any, t: Tuning) -> list[Launch]:
+    return [Launch("k_rope", (min(t.rope_blocks, a.heads), a.M, 1), (t.rope_threads, 1, 1), 4 * a.hd, a)]
+
+
+def _kv_append(a: Any, t: Tuning) -> list[Launch]:
+    blocks = _ceil(2 * a.M * a.nkv, t.kv_warps)
+    return [Launch("k_kv_append", (blocks, 1, 1), (32 * t.kv_warps, 1, 1), 0, a)]
+
+
+def _attention(a: Any, t: Tuning) -> list[Launch]:
+    _check_head_dim(a.hd)
+    per_kv = a.nh // a.nkv
+    slices = _ceil(per_kv, min(per_kv, t.attention_heads))
+    heads = _ceil(per_kv, slices)
+    slots = t.attention_slots if a.M <= SPLIT_ROWS and a.work else 1
+    if slots > 1 and a.M * a.nkv * slices > ATTENTION_COUNTERS:
+        raise BackendError(
+            f"attention over {a.M} rows of {a.nh} heads needs more than {ATTENTION_COUNTERS} counters"
+        )
+    threads = min(t.attention_threads, _round_up(heads * (a.hd // 4 + 1), 32))
+    shared = attention_shared_bytes(heads, a.hd)
+    return [Launch("k_attn_decode_online", (slots, a.nkv * slices, a.M), (threads, 1, 1), shared, a)]
+
+
+def _check_head_dim(hd: int) -> None:
+    if hd % 16 or hd > 256:
+        raise BackendError(f"the kernels take head sizes that are multiples of 16 up to 256, not {hd}")
+
+
+def _add(a: Any, t: Tuning) -> list[Launch]:
+    n = t.elementwise_threads
+    return [Launch("k_add", (min(_ceil(a.n, n), 1 << 16), 1, 1), (n, 1, 1), 0, a)]
+
+
+def _swiglu(a: Any, t: Tuning) -> list[Launch]:
+    n = t.elementwise_threads
+    return [Launch("k_swiglu", (_ceil(a.F, n), min(a.R, 65535), 1), (n, 1, 1), 0, a)]
+
+
+def _router_topk(a: Any, t: Tuning) -> list[Launch]:
+    shared = 4 * (2 * a.E + 2 * a.T + 8)
+    return [Launch("k_router_topk", (a.M, 1, 1), (t.router_threads, 1, 1), shared, a)]
+
+
+def _moe_matmul(a: Any, t: Tuning) -> list[Launch]:
+    total = sum(a.w[i].n for i in range(a.n_w))
+    blocks = min(_ceil(total, 4 * t.matmul_warps), t.matmul_max_blocks)
+    return [Launch("k_moe_matmul", (blocks, min(a.M * a.T, 65535), 1), (32 * t.matmul_warps, 1, 1), 0, a)]
+
+
+def _moe_combine(a: Any, t: Tuning) -> list[Launch]:
+    n = t.elementwise_threads
+    return [Launch("k_moe_combine", (_ceil(a.H, n), min(a.M, 65535), 1), (n, 1, 1), 0, a)]
+
+
+def _argmax(a: Any, t: Tuning) -> list[Launch]:
+    threads = min(t.argmax_threads, _round_up(a.V, 32))
+    return [Launch("k_argmax", (a.M, 1, 1), (threads, 1, 1), 0, a)]
+
+
+def _hash_threads(nbytes: int, t: Tuning) -> int:
+    return min(t.hash_max_threads, max(32, _round_up(_ceil(nbytes, t.hash_bytes), 32)))
+
+
+def _l2_hash(a: Any, t: Tuning) -> list[Launch]:
+    return [Launch("k_l2_hash", (a.M, 1, 1), (_hash_threads(a.bytes, t), 1, 1), 0, a)]
+
+
+_BUILDERS: dict[str, Callable[[Any, Tuning], list[Launch]]] = {
+    "embed": _embed,
+    "rms_norm": _rms_norm,
+    "quantize_a8": _quantize_a8,
+    "matmul": _matmul,
+    "qk_norm": _qk_norm,
+    "rope": _rope,
+    "kv_append": _kv_append,
+    "attention": _attention,
+    "add": _add,
+    "swiglu": _swiglu,
+    "router_topk": _router_topk,
+    "moe_matmul": _moe_matmul,
+    "moe_combine": _moe_combine,
+    "argmax": _argmax,
+    "l2_hash": _l2_hash,
+}
+
+# Kernels with a fast form, by mode. A fast kernel takes the launch of its exact one.
+_FAST = {
+    "k_rms_norm_cpu": "k_rms_norm_fast",
+    "k_qk_norm_cpu": "k_qk_norm_fast",
+    "k_rope": "k_rope_fast",
+    "k_swiglu": "k_swiglu_fast",
+}
+_FAST_ATTENTION: dict[str, str] = {}
+
+
+def launches(op: Op, mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
+    """The launches of one op, in order; in ``bitexact`` attention follows the contract and the rest is fast."""
+    built = _BUILDERS[op.name](op.args, tuning or Tuning())
+    if mode == "l2exact":
+        return built
+    names = {**_FAST, **_FAST_ATTENTION} if mode == "fast" else _FAST
+    return [replace(launch, kernel=names.get(launch.kernel, launch.kernel)) for launch in built]
+
+
+def merge_hashes(ops: Sequence[L2HashArgs], tuning: Tuning | None = None) -> list[Launch]:
+    """Taps that may be hashed at the same time, in as few launches as possible."""
+    t = tuning or Tuning()
+    found = []
+    for i in range(0, len(ops), HASHES_PER_LAUNCH):
+        part: list[Any] = list(ops[i : i + HASHES_PER_LAUNCH])
+        args = L2HashManyArgs(count=len(part))
+        for j, tap in enumerate(part):
+            args.tap[j] = tap
+        threads = max(_hash_threads(tap.bytes, t) for tap in part)
+        rows = max(tap.M for tap in part)
+        found.append(Launch("k_l2_hash_many", (rows, len(part), 1), (threads, 1, 1), 0, args))
+    return found
+
+
+def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
+    """The launches of a whole step: those of its ops in order, neighbouring taps hashed together."""
+    found: list[Launch] = []
+    taps: list[Any] = []
+    for op in ops:
+        if op.name == "l2_hash":
+            taps.append(op.args)
+            continue
+        if taps:
+            found += merge_hashes(taps, tuning)
+            taps = []
+        found += launches(op, mode, tuning)
+    return found + (merge_hashes(taps, tuning) if taps else [])

@@ -1,0 +1,84 @@
+"""The kernels under ``kernels/`` on the CPU, as a backend: for tests, never for use (a thread is a fiber).
+
+The same source text, launch table and argument structs as on a GPU, run by ``kestrel._simt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel import _simt
+from kestrel.cpu import CpuBackend, CpuBuffer
+from kestrel.launch import Launch, Mode, Tuning, attention_work_bytes, launches, plan
+from kestrel.ops import Op
+
+ALIGNMENT = 256  # of every buffer, as on a GPU
+
+
+def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An array whose first byte lies at a multiple of 256."""
+    dtype = np.dtype(dtype)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
+
+
+def run_launch(launch: Launch, seed: int = 0) -> None:
+    """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees."""
+    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(launch.args), seed)
+
+
+class SimtProgram:
+    """Ops as launches; a full run may hash neighbouring taps together, a partial one goes op by op."""
+
+    def __init__(self, ops: Sequence[Op], mode: Mode, tuning: Tuning, seed: int) -> None:
+        self._plan = plan(ops, mode, tuning)
+        self._by_op = [launches(op, mode, tuning) for op in ops]
+        self._seed = seed
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        end = len(self._by_op) if end is None else end
+        whole = begin == 0 and end == len(self._by_op)
+        todo = self._plan if whole else [launch for op in self._by_op[begin:end] for launch in op]
+        for launch in todo:
+            run_launch(launch, self._seed)
+
+
+class SimtBackend(CpuBackend):
+    """Runs the device kernels on CPU memory. ``seed`` shuffles the order of blocks and threads (0: in order)."""
+
+    name = "simt"
+
+    def __init__(self, mode: Mode = "l2exact", tuning: Tuning | None = None, seed: int = 0) -> None:
+        self.mode = mode
+        self.tuning = tuning or Tuning()
+        self.seed = seed
+
+    def describe(self) -> dict[str, str]:
+        return {"backend": self.name, "mode": self.mode}
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> CpuBuffer:
+        array = aligned_empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)  # what is read before it is written shows
+        return CpuBuffer(array)
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> CpuBuffer:
+        array = aligned_empty(shape, dtype)
+        array.fill(0)
+        return CpuBuffer(array)
+
+    def upload(self, array: npt.NDArray[Any]) -> CpuBuffer:
+        copy = aligned_empty(array.shape, array.dtype)
+        copy[...] = array
+        return CpuBuffer(copy)
+
+    def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
+        return attention_work_bytes(rows, heads, head_dim, context)
+
+    def compile(self, ops: Sequence[Op]) -> SimtProgram:  # type: ignore[override]
+        return SimtProgram(ops, self.mode, self.tuning, self.seed)

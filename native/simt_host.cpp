@@ -1,0 +1,349 @@
+// The scheduler of the CUDA shim: fibers, barriers, warp operations (see simt_host.h).
+#include "simt_host.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// The linker's names for the ends of the section that holds every __shared__ variable.
+extern "C" {
+extern unsigned char __start_simt_shared[] __attribute__((weak));
+extern unsigned char __stop_simt_shared[] __attribute__((weak));
+}
+
+namespace simt {
+
+uint3 grid_dim, block_dim, block_index;
+const uint3 *thread_index;
+Counters counters;
+
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr unsigned kMaxThreads = 1024;
+constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
+constexpr int kPoison = 0xff;                  // NaN as a float, -1 as an integer
+
+enum class State : uint8_t { ready, at_barrier, in_warp, ended };
+
+struct PendingCopy {
+    void *to;
+    const void *from;
+    size_t bytes;
+};
+
+struct Fiber {
+    uint3 index;
+    unsigned warp, lane;
+    State state;
+    bool started = false;  // its stack holds the entry loop
+    Site site;
+    jmp_buf context;
+    char *stack = nullptr;
+    std::vector<PendingCopy> copies;
+};
+
+struct Warp {
+    unsigned existing, ended, arrived;  // lane masks
+    Site site[32];
+    Collective kind[32];
+    unsigned mask[32];
+    uint64_t value[32], result[32];
+    int arg[32], width[32];
+    unsigned lane_to_fiber[32];
+};
+
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches
+std::vector<Warp> warps;
+std::vector<unsigned char> shared_memory;
+unsigned char *shared_base;
+Fiber *current;
+jmp_buf scheduler_context;
+ucontext_t entry_return;
+void (*kernel_function)(const void *);
+const void *kernel_args;
+std::string error;  // set by a fiber, thrown by the scheduler
+
+uint64_t random_state;
+uint64_t next_random() {  // splitmix64
+    uint64_t z = (random_state += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+template <class T>
+void shuffle_order(std::vector<T> &order) {
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
+}
+
+std::string name(const Site &site) {
+    const char *slash = std::strrchr(site.file, '/');
+    return std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+}
+
+std::string name(const Fiber &f) {
+    std::ostringstream s;
+    s << "thread (" << f.index.x << "," << f.index.y << "," << f.index.z << ") of block (" << block_index.x << ","
+      << block_index.y << "," << block_index.z << ")";
+    return s.str();
+}
+
+__attribute__((noinline)) void switch_context(jmp_buf from, jmp_buf to) {
+    if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+
+// Back to the scheduler until this fiber is ready again.
+void suspend(State state) {
+    Fiber *self = current;
+    self->state = state;
+    counters.switches++;
+    switch_context(self->context, scheduler_context);
+}
+
+[[noreturn]] void fail(const std::string &message) {
+    error = message;
+    // The launch is over: this fiber is abandoned where it stands.
+    _longjmp(scheduler_context, 1);
+}
+
+void fiber_main() {
+    for (;;) {
+        kernel_function(kernel_args);
+        Fiber *self = current;
+        if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
+        Warp &warp = warps[self->warp];
+        warp.ended |= 1u << self->lane;
+        suspend(State::ended);
+    }
+}
+
+void resume(Fiber &f) {
+    current = &f;
+    thread_index = &f.index;
+    if (_setjmp(scheduler_context) != 0) return;
+    if (f.started) _longjmp(f.context, 1);
+    f.started = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = f.stack;
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = &entry_return;
+    makecontext(&context, fiber_main, 0);
+    setcontext(&context);
+}
+
+void prepare_fibers(unsigned count) {
+    while (fibers.size() < count) {
+        auto f = std::make_unique<Fiber>();
+        void *stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stack == MAP_FAILED) throw std::bad_alloc();
+        mprotect(stack, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
+        f->stack = static_cast<char *>(stack);
+        fibers.push_back(std::move(f));
+    }
+}
+
+void start_block(unsigned count) {
+    const unsigned warp_total = (count + 31) / 32;
+    warps.resize(std::max<size_t>(warps.size(), warp_total));
+    for (unsigned w = 0; w < warp_total; w++) {
+        const unsigned lanes = std::min(32u, count - 32 * w);
+        warps[w].existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
+        warps[w].ended = warps[w].arrived = 0;
+    }
+    for (unsigned i = 0; i < count; i++) {
+        Fiber &f = *fibers[i];
+        f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
+        f.warp = i / 32;
+        f.lane = i % 32;
+        f.state = State::ready;
+        warps[f.warp].lane_to_fiber[f.lane] = i;
+    }
+    if (__start_simt_shared) std::memset(__start_simt_shared, kPoison, __stop_simt_shared - __start_simt_shared);
+    std::memset(shared_memory.data(), kPoison, shared_memory.size());
+    counters.blocks++;
+}
+
+// Called when no fiber can go on: releases the block's barrier, or says why it cannot.
+void release_barrier(unsigned count) {
+    const Fiber *first = nullptr, *ended = nullptr;
+    for (unsigned i = 0; i < count; i++) {
+        const Fiber &f = *fibers[i];
+        if (f.state == State::ended) {
+            ended = &f;
+        } else if (f.state == State::in_warp) {
+            const Warp &warp = warps[f.warp];
+            std::ostringstream s;
+            s << "deadlock: " << name(f) << " waits in the warp operation at " << name(f.site) << " for lanes 0x" << std::hex
+              << (warp.mask[f.lane] & ~warp.arrived) << " of mask 0x" << warp.mask[f.lane] << ", which wait elsewhere";
+            throw std::runtime_error(s.str());
+        } else if (first == nullptr) {
+            first = &f;
+        } else if (!(first->site == f.site)) {
+            throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", " + name(f) +
+                                     " at " + name(f.site));
+        }
+    }
+    if (ended != nullptr)
+        throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", but " +
+                                 name(*ended) + " has ended");
+    for (unsigned i = 0; i < count; i++) fibers[i]->state = State::ready;
+    counters.barriers++;
+}
+
+void run_block(std::vector<unsigned> &order, bool shuffled) {
+    const unsigned count = (unsigned)order.size();
+    start_block(count);
+    for (;;) {
+        if (shuffled) shuffle_order(order);
+        bool progress = false;
+        for (unsigned i : order) {
+            Fiber &f = *fibers[i];
+            if (f.state != State::ready) continue;
+            progress = true;
+            resume(f);
+            if (!error.empty()) throw std::runtime_error(error);
+        }
+        if (progress) continue;
+        if (std::all_of(order.begin(), order.end(), [](unsigned i) { return fibers[i]->state == State::ended; })) return;
+        release_barrier(count);
+    }
+}
+
+int source_lane(const Warp &warp, int lane) {
+    const int width = warp.width[lane], arg = warp.arg[lane];
+    const int first = lane & ~(width - 1), last = first + width - 1;
+    switch (warp.kind[lane]) {
+    case Collective::shuffle_index: return first + (arg & (width - 1));
+    case Collective::shuffle_up: return lane - arg < first ? lane : lane - arg;
+    case Collective::shuffle_down: return lane + arg > last ? lane : lane + arg;
+    default: return (lane ^ arg) > last ? lane : lane ^ arg;
+    }
+}
+
+// All lanes of `mask` have arrived: gives each its result.
+void complete(Warp &warp, unsigned mask, int lane) {
+    uint64_t ballot = 0, max = 0, sum = 0;
+    for (int l = 0; l < 32; l++) {
+        if (!(mask >> l & 1u)) continue;
+        if (warp.mask[l] != mask || warp.kind[l] != warp.kind[lane] || !(warp.site[l] == warp.site[lane]))
+            fail("divergent warp operation: " + name(*fibers[warp.lane_to_fiber[lane]]) + " at " + name(warp.site[lane]) +
+                 " names lane " + std::to_string(l) + ", which is at " + name(warp.site[l]) + " or has another mask");
+        ballot |= warp.value[l] << l;
+        max = std::max(max, warp.value[l]);
+        sum += warp.value[l];
+    }
+    for (int l = 0; l < 32; l++) {
+        if (!(mask >> l & 1u)) continue;
+        switch (warp.kind[l]) {
+        case Collective::sync: break;
+        case Collective::ballot: warp.result[l] = ballot; break;
+        case Collective::reduce_max: warp.result[l] = max; break;
+        case Collective::reduce_add: warp.result[l] = sum; break;
+        default: {
+            const int source = source_lane(warp, l);
+            if (!(mask >> source & 1u))
+                fail("shuffle at " + name(warp.site[l]) + " reads lane " + std::to_string(source) + ", which is not in its mask");
+            warp.result[l] = warp.value[source];
+        }
+        }
+        Fiber &f = *fibers[warp.lane_to_fiber[l]];
+        if (f.state == State::in_warp) f.state = State::ready;
+    }
+    warp.arrived &= ~mask;
+}
+
+}  // namespace
+
+unsigned char *dynamic_shared() { return shared_base; }
+
+void block_barrier(Site site) {
+    current->site = site;
+    suspend(State::at_barrier);
+}
+
+uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
+    Fiber &self = *current;
+    Warp &warp = warps[self.warp];
+    const unsigned bit = 1u << self.lane;
+    if (!(mask & bit)) fail(name(self) + " is not in the mask of its own warp operation at " + name(site));
+    if (mask & ~warp.existing) fail("the mask at " + name(site) + " names lanes that the block does not have");
+    if (mask & warp.ended) fail("the mask at " + name(site) + " names lanes that have ended");
+    const unsigned lane = self.lane;
+    self.site = warp.site[lane] = site;
+    warp.kind[lane] = kind;
+    warp.mask[lane] = mask;
+    warp.value[lane] = value;
+    warp.arg[lane] = arg;
+    warp.width[lane] = width;
+    warp.arrived |= bit;
+    if ((warp.arrived & mask) == mask)
+        complete(warp, mask, (int)lane);
+    else
+        suspend(State::in_warp);
+    return warp.result[lane];
+}
+
+void copy_async(void *to, const void *from, size_t bytes) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes)
+        fail("an asynchronous copy of " + std::to_string(bytes) + " bytes is not aligned to its size");
+    current->copies.push_back({to, from, bytes});
+}
+
+void copy_wait_all() {
+    for (const PendingCopy &c : current->copies) std::memcpy(c.to, c.from, c.bytes);
+    current->copies.clear();
+}
+
+void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
+    const uint3 g = launch.grid, b = launch.block;
+    const uint64_t threads = (uint64_t)b.x * b.y * b.z;
+    if (threads == 0 || threads > kMaxThreads || b.z > 64)
+        throw std::runtime_error("a block needs 1 to 1024 threads, not " + std::to_string(threads));
+    if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535)
+        throw std::runtime_error("grid out of range: x is 1 to 2^31-1, y and z are 1 to 65535");
+    if (launch.shared_bytes > kMaxSharedBytes)
+        throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
+    prepare_fibers((unsigned)threads);
+    shared_memory.resize(launch.shared_bytes + 128);
+    shared_base = shared_memory.data();
+    shared_base += -reinterpret_cast<uintptr_t>(shared_base) & 127u;
+    grid_dim = g;
+    block_dim = b;
+    kernel_function = kernel;
+    kernel_args = args;
+    error.clear();
+    random_state = launch.seed;
+    counters.launches++;
+
+    std::vector<unsigned> order((size_t)threads);
+    for (unsigned i = 0; i < threads; i++) order[i] = i;
+    std::vector<uint64_t> blocks((size_t)g.x * g.y * g.z);
+    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
+    if (launch.seed) shuffle_order(blocks);
+    try {
+        for (uint64_t i : blocks) {
+            block_index = {(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))};
+            run_block(order, launch.seed != 0);
+        }
+    } catch (...) {
+        for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
+            f->started = false;
+            f->copies.clear();
+        }
+        throw;
+    }
+    // What lies behind dynamic shared memory must still be poison.
+    for (size_t i = (size_t)(shared_base - shared_memory.data()) + launch.shared_bytes; i < shared_memory.size(); i++)
+        if (shared_memory[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
+}
+
+}  // namespace simt

@@ -1,0 +1,41 @@
+// Every exact kernel under kernels/, compiled for the CUDA shim from the same text that NVRTC compiles.
+#include "simt_kernels.h"
+
+#define KESTREL_FAST 0
+#include "../kernels/attention.cu"
+#include "../kernels/elementwise.cu"
+#include "../kernels/head.cu"
+#include "../kernels/l2_hash.cu"
+#include "../kernels/matvec.cu"
+#include "../kernels/moe.cu"
+#include "../kernels/norm.cu"
+#include "../kernels/rope_kv.cu"
+
+namespace simt {
+
+const std::vector<Kernel> &exact_kernels() {
+    static const std::vector<Kernel> table = {
+        SIMT_KERNEL(k_embed, EmbedArgs),
+        SIMT_KERNEL(k_rms_norm_cpu, RmsNormArgs),
+        SIMT_KERNEL(k_quantize_a8, QuantizeA8Args),
+        SIMT_KERNEL(k_matmul, MatmulArgs),
+        SIMT_KERNEL(k_matmul_m2, MatmulArgs),
+        SIMT_KERNEL(k_matmul_m4, MatmulArgs),
+        SIMT_KERNEL(k_matmul_m8, MatmulArgs),
+        SIMT_KERNEL(k_qk_norm_cpu, QkNormArgs),
+        SIMT_KERNEL(k_rope, RopeArgs),
+        SIMT_KERNEL(k_kv_append, KvAppendArgs),
+        SIMT_KERNEL(k_attn_decode_online, AttentionArgs),
+        SIMT_KERNEL(k_add, AddArgs),
+        SIMT_KERNEL(k_swiglu, SwigluArgs),
+        SIMT_KERNEL(k_router_topk, RouterTopkArgs),
+        SIMT_KERNEL(k_moe_matmul, MoeMatmulArgs),
+        SIMT_KERNEL(k_moe_combine, MoeCombineArgs),
+        SIMT_KERNEL(k_argmax, ArgmaxArgs),
+        SIMT_KERNEL(k_l2_hash, L2HashArgs),
+        SIMT_KERNEL(k_l2_hash_many, L2HashManyArgs),
+    };
+    return table;
+}
+
+}  // namespace simt

@@ -1,0 +1,170 @@
+// Small kernels that test the CUDA shim itself: each says what a correct shim makes of it. Those named *_fault hold the
+// mistake that their test must see.
+#include "simt_kernels.h"
+
+#include "simt_host.h"
+
+#define KERNEL extern "C"
+#define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
+
+struct SelftestArgs {
+    int *out;
+    int *in;
+    int n;
+    int reserved;
+};
+
+namespace {
+
+int linear_thread() { return (int)((threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x); }
+int linear_block() { return (int)((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x); }
+int block_size() { return (int)(blockDim.x * blockDim.y * blockDim.z); }
+
+// out[thread] = in[block_size - 1 - thread], by way of shared memory.
+template <bool BARRIER> void reverse(const SelftestArgs &a) {
+    __shared__ int tile[1024];
+    const int i = linear_thread(), n = block_size(), base = linear_block() * n;
+    tile[i] = a.in[base + i];
+    if (BARRIER) __syncthreads();
+    a.out[base + i] = tile[n - 1 - i];
+}
+
+}  // namespace
+
+KERNEL void t_reverse(const SelftestArgs a) { reverse<true>(a); }
+KERNEL void t_missing_barrier_fault(const SelftestArgs a) { reverse<false>(a); }
+
+// Half of the threads meet another barrier.
+KERNEL void t_divergent_barrier_fault(const SelftestArgs a) {
+    if (threadIdx.x % 2)
+        __syncthreads();
+    else
+        __syncthreads();
+    a.out[linear_thread()] = 1;
+}
+
+// A thread leaves before the barrier.
+KERNEL void t_early_exit_fault(const SelftestArgs a) {
+    if (threadIdx.x == 0) return;
+    __syncthreads();
+    a.out[linear_thread()] = 1;
+}
+
+// Lanes of a full mask that never come.
+KERNEL void t_missing_lane_fault(const SelftestArgs a) {
+    if (threadIdx.x % 2 == 0) a.out[linear_thread()] = __shfl_sync(0xffffffffu, (int)threadIdx.x, 0);
+    __syncthreads();
+}
+
+// Reads what no thread wrote.
+KERNEL void t_uninitialised_shared(const SelftestArgs a) {
+    __shared__ int tile[32];
+    DYNAMIC_SHARED(dynamic);
+    a.out[2 * threadIdx.x] = tile[threadIdx.x];
+    a.out[2 * threadIdx.x + 1] = reinterpret_cast<int *>(dynamic)[threadIdx.x];
+    tile[threadIdx.x] = 5;  // must not be seen by the next block
+}
+
+// One int past what the launch asked for.
+KERNEL void t_shared_overflow_fault(const SelftestArgs a) {
+    DYNAMIC_SHARED(dynamic);
+    if (threadIdx.x == 0) reinterpret_cast<int *>(dynamic)[a.n] = 1;
+}
+
+// out: [8][32], one row per operation.
+KERNEL void t_shuffles(const SelftestArgs a) {
+    const int lane = (int)threadIdx.x, v = a.in[lane];
+    const unsigned all = 0xffffffffu;
+    a.out[0 * 32 + lane] = __shfl_sync(all, v, 5);
+    a.out[1 * 32 + lane] = __shfl_up_sync(all, v, 3);
+    a.out[2 * 32 + lane] = __shfl_down_sync(all, v, 3);
+    a.out[3 * 32 + lane] = __shfl_xor_sync(all, v, 7);
+    a.out[4 * 32 + lane] = __shfl_xor_sync(all, v, 2, 8);
+    a.out[5 * 32 + lane] = (int)__ballot_sync(all, v % 3 == 0);
+    a.out[6 * 32 + lane] = (int)__reduce_max_sync(all, (unsigned)v);
+    // Two halves of the warp with masks of their own.
+    const unsigned mine = lane < 16 ? 0xffffu : 0xffff0000u;
+    if (lane < 16)
+        a.out[7 * 32 + lane] = __shfl_sync(mine, v, 2);
+    else
+        a.out[7 * 32 + lane] = __shfl_sync(mine, v, 20);
+}
+
+// A value handed from lane to lane through shared memory; without __syncwarp the order of lanes shows.
+template <bool SYNC> static void rotate_in_warp(const SelftestArgs &a) {
+    __shared__ int slot[32];
+    const int lane = (int)threadIdx.x;
+    int v = a.in[lane];
+    for (int round = 0; round < a.n; round++) {
+        slot[lane] = v;
+        if (SYNC) __syncwarp();
+        v = slot[(lane + 1) % 32] + 1;
+        if (SYNC) __syncwarp();
+    }
+    a.out[lane] = v;
+}
+KERNEL void t_syncwarp(const SelftestArgs a) { rotate_in_warp<true>(a); }
+KERNEL void t_missing_syncwarp_fault(const SelftestArgs a) { rotate_in_warp<false>(a); }
+
+// Every (block, thread) of a 3-D launch writes its own cell.
+KERNEL void t_grid(const SelftestArgs a) {
+    const int cell = linear_block() * block_size() + linear_thread();
+    a.out[cell] = (int)(blockIdx.x + 10 * blockIdx.y + 100 * blockIdx.z) * 1000 +
+                  (int)(threadIdx.x + 10 * threadIdx.y + 100 * threadIdx.z);
+}
+
+// out[0] += 1 per thread; out[1] = largest thread of all; out[2] counts who saw the last ticket.
+KERNEL void t_atomics(const SelftestArgs a) {
+    __shared__ int in_block;
+    if (linear_thread() == 0) in_block = 0;
+    __syncthreads();
+    atomicAdd(&in_block, 1);
+    __syncthreads();
+    if (linear_thread() == 0) atomicAdd(a.out, in_block);
+    atomicMax(a.out + 1, linear_block() * block_size() + linear_thread());
+    const unsigned total = gridDim.x * (unsigned)block_size();
+    if (atomicInc(reinterpret_cast<unsigned *>(a.in), total - 1) == total - 1) atomicAdd(a.out + 2, 1);
+}
+
+// Copies that are waited for, or not.
+template <bool WAIT> static void copy_through_shared(const SelftestArgs &a) {
+    DYNAMIC_SHARED(dynamic);
+    int *const tile = reinterpret_cast<int *>(dynamic);
+    if (threadIdx.x < 8) simt::copy_async(tile + 4 * threadIdx.x, a.in + 4 * threadIdx.x, 16);
+    if (WAIT) simt::copy_wait_all();
+    __syncthreads();
+    a.out[threadIdx.x] = tile[threadIdx.x];
+    if (!WAIT) simt::copy_wait_all();
+}
+KERNEL void t_copy_async(const SelftestArgs a) { copy_through_shared<true>(a); }
+KERNEL void t_missing_copy_wait_fault(const SelftestArgs a) { copy_through_shared<false>(a); }
+
+// Which block runs when: out[ticket] = block.
+KERNEL void t_order(const SelftestArgs a) {
+    if (linear_thread() == 0) a.out[atomicAdd(a.in, 1)] = linear_block();
+}
+
+namespace simt {
+
+const std::vector<Kernel> &selftest_kernels() {
+    static const std::vector<Kernel> table = {
+        SIMT_KERNEL(t_reverse, SelftestArgs),
+        SIMT_KERNEL(t_missing_barrier_fault, SelftestArgs),
+        SIMT_KERNEL(t_divergent_barrier_fault, SelftestArgs),
+        SIMT_KERNEL(t_early_exit_fault, SelftestArgs),
+        SIMT_KERNEL(t_missing_lane_fault, SelftestArgs),
+        SIMT_KERNEL(t_uninitialised_shared, SelftestArgs),
+        SIMT_KERNEL(t_shared_overflow_fault, SelftestArgs),
+        SIMT_KERNEL(t_shuffles, SelftestArgs),
+        SIMT_KERNEL(t_syncwarp, SelftestArgs),
+        SIMT_KERNEL(t_missing_syncwarp_fault, SelftestArgs),
+        SIMT_KERNEL(t_grid, SelftestArgs),
+        SIMT_KERNEL(t_atomics, SelftestArgs),
+        SIMT_KERNEL(t_copy_async, SelftestArgs),
+        SIMT_KERNEL(t_missing_copy_wait_fault, SelftestArgs),
+        SIMT_KERNEL(t_order, SelftestArgs),
+    };
+    return table;
+}
+
+}  // namespace simt
