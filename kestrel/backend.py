@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,4 +53,10 @@ class Backend(Protocol):
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         """Bytes of scratch that attention of these maxima needs in ``AttentionArgs.work``; 0 for none."""
 
+    def check_memory(self, parts: Mapping[str, int]) -> None:
+        """BackendError with the numbers unless ``parts`` (what it is for -> bytes) fit together."""
+
     def compile(self, ops: Sequence[Op]) -> Program: ...
+
+    def close(self) -> None:
+        """Release the memory; its buffers are void afterwards. Closing twice is allowed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,11 +72,18 @@ def choose_mode(mode: str | None = None) -> Mode:
 
 
 def make_backend(
-    device: str, mode: Mode, *, threads: int | None = None, isa: str | None = None, graph: bool = True
+    device: str,
+    mode: Mode,
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+    graph: bool = True,
+    on_upload: Callable[[int], None] | None = None,
 ) -> Backend:
     """The backend of ``device``. On the CPU every mode runs the exact reference: it keeps each one's promise.
 
-    Raises BackendError when the device or what it needs is missing: there is no fallback to another device.
+    ``on_upload`` gets the bytes of each piece of an upload to a GPU. Raises BackendError when the device or what
+    it needs is missing: there is no fallback to another device.
     """
     kind, index = parse_device(device)
     if kind == "cpu":
@@ -91,5 +99,5 @@ def make_backend(
             f"device {device} needs the CUDA packages: pip install 'kestrel-exact[cuda12]' or [cuda13] "
             f"to match the driver ({error})"
         ) from error
-    backend: Backend = CudaBackend(index, mode, graph)
+    backend: Backend = CudaBackend(index, mode, graph, on_upload)
     return backend

@@ -16,7 +16,7 @@ from kestrel.cli import (
     command_parser,
     load_llm,
     note,
-    prompt_progress,
+    progress_bar,
     run_command,
     sampling_params,
     write_out,
@@ -70,7 +70,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         try:
             ids = self.llm.chat_prompt(self.messages, enable_thinking=False if self.args.no_think else None)
-            with prompt_progress(len(ids), self.llm.engine.chunk, self.args.quiet) as on_prompt:
+            long = len(ids) > self.llm.engine.chunk
+            with progress_bar("prompt", shown=long and not self.args.quiet) as on_prompt:
                 stream = self.llm.stream(ids, params=self.params, reuse_cache=True, on_prompt=on_prompt)
                 complete = True
                 try:

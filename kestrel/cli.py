@@ -260,17 +260,19 @@ def load_llm(args: argparse.Namespace) -> LLM:
     mode = choose_mode(args.mode)
     if mode != "l2exact" and not placement.uses_gpu:
         note(f"mode {mode} on the CPU runs the exact reference, as every mode does there")
-    return LLM(
-        args.model,
-        device=placement.decode,
-        prompt_device=placement.prompt,
-        mode=mode,
-        threads=args.threads,
-        ctx_size=args.ctx_size,
-        isa=args.isa,
-        graph=not args.no_graph and env.cuda_graph is not False,
-        chunk=args.chunk or DEFAULT_CHUNK,
-    )
+    with progress_bar("loading", shown=placement.uses_gpu and not args.quiet) as on_load:
+        return LLM(
+            args.model,
+            device=placement.decode,
+            prompt_device=placement.prompt,
+            mode=mode,
+            threads=args.threads,
+            ctx_size=args.ctx_size,
+            isa=args.isa,
+            graph=not args.no_graph and env.cuda_graph is not False,
+            chunk=args.chunk or DEFAULT_CHUNK,
+            on_load=on_load,
+        )
 
 
 # -- streams -------------------------------------------------------------------------------------------------
@@ -307,20 +309,20 @@ def write_out(text: str) -> None:
 
 
 @contextmanager
-def prompt_progress(total: int, threshold: int, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for a prompt longer than ``threshold`` tokens, when stderr is a terminal; else None."""
-    if quiet or total <= threshold or not sys.stderr.isatty():
+def progress_bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """``update(done, total)`` of a bar on stderr; None unless ``shown`` and stderr is a terminal."""
+    if not shown or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompt", total=total)
+        task = bar.add_task(title, total=None)
 
         def update(done: int, total: int) -> None:
-            bar.update(task, completed=done)
+            bar.update(task, completed=done, total=total)
             if done == total:
                 bar.stop()  # before the first text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,9 @@ class CpuBackend:
         available = _native.isa_available()
         isa = isa or env.isa
         if isa is not None and isa not in available:
-            raise BackendError(f"ISA level {isa!r} is not available on this CPU: choose from {', '.join(available)}")
+            raise BackendError(
+                f"ISA level {isa!r} is not available on this CPU: choose from {', '.join(available)}"
+            )
         self.isa = isa or available[-1]
         self.threads = threads if threads is not None else _native.default_threads()
         if self.threads < 1:
@@ -88,6 +90,12 @@ class CpuBackend:
 
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         return 0
+
+    def check_memory(self, parts: Mapping[str, int]) -> None:
+        """Nothing to check: weights are views of the mapped file, and memory is taken as it is used."""
+
+    def close(self) -> None:
+        """Nothing to do: numpy frees its arrays with their last reference."""
 
     def compile(self, ops: Sequence[Op]) -> _native.Program:
         """A native program: all threads walk the op list together, with a barrier where data crosses threads."""

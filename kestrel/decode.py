@@ -19,7 +19,7 @@ from kestrel.cli import (
     command_parser,
     load_llm,
     note,
-    prompt_progress,
+    progress_bar,
     read_text,
     run_command,
     sampling_params,
@@ -107,7 +107,7 @@ def generate(
 ) -> tuple[Stream, bool]:
     """Run the request of the flags. Returns the ended stream, and whether Ctrl-C ended it."""
     ids = prompt_ids(args, llm)
-    with prompt_progress(len(ids), llm.engine.chunk, args.quiet) as on_prompt:
+    with progress_bar("prompt", shown=len(ids) > llm.engine.chunk and not args.quiet) as on_prompt:
         stream = llm.stream(ids, params=params, l2_dump=l2_dump, l2_level=args.l2_level, on_prompt=on_prompt)
         try:
             with stream:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kestrel.backend import Backend
 from kestrel.config import ModelConfig
 from kestrel.errors import ContextOverflowError, KestrelError, NonFiniteError, UsageError
+from kestrel.kvcache import KVCache
 from kestrel.model import Model, Step, Tap, TapLevel, tap_key
 from kestrel.nonfinite import find_non_finite
 from kestrel.sampling import SamplingParams, sample
@@ -33,6 +34,18 @@ class TapSink(Protocol):
 
     def rows(self, taps: Sequence[Tap], start: int, hashes: npt.NDArray[np.uint64]) -> None:
         """``hashes`` is u64[taps, M] for positions ``start`` to ``start + M - 1``."""
+
+
+def memory_parts(config: ModelConfig, weights: Weights, context: int, rows: int) -> dict[str, int]:
+    """Bytes that a model of ``context`` positions and ``rows`` rows a step takes on a device, by purpose."""
+    c = config
+    experts = 0 if c.moe is None else c.moe.top_k * (3 * c.moe.intermediate_size + c.hidden_size)
+    widths = 6 * c.hidden_size + 4 * (c.q_size + c.kv_size) + 4 * c.intermediate_size + experts + c.vocab_size
+    return {
+        "weights": sum(tensor.nbytes for tensor in weights.values()),
+        f"KV cache of {context} positions": context * KVCache.bytes_per_slot(c),
+        f"activations of {rows} rows": 4 * rows * widths,
+    }
 
 
 class Engine:
@@ -63,12 +76,20 @@ class Engine:
         self.config = config
         self.context = context
         self.chunk = min(chunk, context)
+        for each, rows in ((backend, self.chunk), (decode_backend, 1)):
+            if each is not None:
+                each.check_memory(memory_parts(config, weights, context, rows))
         self.prompt_model = Model(config, weights, backend, slots=context, max_rows=self.chunk)
         self.decode_model = self.prompt_model
         if decode_backend is not None:
             self.decode_model = Model(config, weights, decode_backend, slots=context, max_rows=1)
         self._cached: list[int] = []  # tokens whose KV rows the prompt model holds
         self._running = False
+
+    def close(self) -> None:
+        """Release the devices' memory; the engine cannot be used afterwards."""
+        self.prompt_model.backend.close()
+        self.decode_model.backend.close()
 
     # -- requests --------------------------------------------------------------------------------------------
 

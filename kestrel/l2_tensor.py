@@ -131,12 +131,12 @@ def _hex_bits(value: Any) -> str:
 
 
 def ulp_distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Steps from one value to the other: representable numbers for f32 (-0 and +0 are one), units for
-    integers.
+    """Steps from one value to the other: representable numbers of f32 (-0 and +0 are one), or units.
 
     The distance to a NaN counts from its bit pattern.
     """
-    return np.abs(_ordered(a) - _ordered(b))
+    distance: npt.NDArray[np.int64] = np.abs(_ordered(a) - _ordered(b))
+    return distance
 
 
 def _ordered(value: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.backend import Backend
 from kestrel.backends import Placement, choose_mode, make_backend, parse_device
 from kestrel.engine import DEFAULT_CHUNK, Engine
 from kestrel.errors import KestrelError, UsageError
@@ -76,6 +77,7 @@ class LLM:
         decode_device: str | None = None,
         graph: bool = True,
         chunk: int = DEFAULT_CHUNK,
+        on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load a model.
 
@@ -86,6 +88,7 @@ class LLM:
         ``avx2`` or ``avx512``; None takes ``KESTREL_ISA`` or the best. ``prompt_device`` and
         ``decode_device`` run the prompt or the generated positions elsewhere than ``device``. ``graph=False``
         launches GPU kernels one by one. ``chunk``: most rows of one forward pass over a prompt.
+        ``on_load(done, total)`` is called with bytes while weights go to a GPU.
 
         Raises ModelError (a damaged folder: every fault is listed), BackendError (the device is missing),
         UsageError (a value out of range), KestrelError (no such folder).
@@ -96,8 +99,17 @@ class LLM:
         self.placement = Placement(prompt_device or device, decode_device or device)
         config, weights = load_model_folder(self.path)
 
-        def backend(where: str) -> Any:
-            return make_backend(where, self.mode, threads=threads, isa=isa, graph=graph)
+        total = sum(tensor.nbytes for tensor in weights.values())
+        done = 0
+
+        def uploaded(nbytes: int) -> None:
+            nonlocal done
+            done = min(done + nbytes, total)
+            if on_load is not None:
+                on_load(done, total)
+
+        def backend(where: str) -> Backend:
+            return make_backend(where, self.mode, threads=threads, isa=isa, graph=graph, on_upload=uploaded)
 
         prompt = backend(self.placement.prompt)
         decode = backend(self.placement.decode) if self.placement.split else None
@@ -109,7 +121,9 @@ class LLM:
 
     def close(self) -> None:
         """Release the memory. Further requests raise KestrelError; closing twice is allowed."""
-        self._engine = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -270,13 +284,14 @@ class LLM:
             **facts,
             "level": level,
         }
+        threads = facts.get("threads", facts.get("decode-threads"))
         command = {
             "model": str(self.path.absolute()),
             "prompt_device": self.placement.prompt,
             "decode_device": self.placement.decode,
             "mode": self.mode,
-            "isa": facts.get("isa"),
-            "threads": int(facts["threads"]) if "threads" in facts else None,
+            "isa": facts.get("isa", facts.get("decode-isa")),
+            "threads": None if threads is None else int(threads),
             "graph": self._graph,
             "chunk": engine.chunk,
             "ctx_size": engine.context,
