@@ -82,8 +82,8 @@ def make_backend(
 ) -> Backend:
     """The backend of ``device``. On the CPU every mode runs the exact reference: it keeps each one's promise.
 
-    ``on_upload`` gets the bytes of each piece of an upload to a GPU. Raises BackendError when the device or what
-    it needs is missing: there is no fallback to another device.
+    ``on_upload`` gets the bytes of each piece of an upload to a GPU. Raises BackendError when the device or
+    what it needs is missing: there is no fallback to another device.
     """
     kind, index = parse_device(device)
     if kind == "cpu":

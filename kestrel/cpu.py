@@ -45,8 +45,8 @@ def _array(buffer: Buffer) -> npt.NDArray[Any]:
 class CpuBackend:
     """Runs ops on the CPU. ``threads=None`` takes all the CPUs this process may use.
 
-    ``isa`` is ``scalar``, ``avx2`` or ``avx512``; ``None`` takes ``KESTREL_ISA``, else the best this CPU has. All
-    give the same bits.
+    ``isa`` is ``scalar``, ``avx2`` or ``avx512``; ``None`` takes ``KESTREL_ISA``, else the best this CPU has.
+    All give the same bits.
     """
 
     name = "cpu"
@@ -98,5 +98,5 @@ class CpuBackend:
         """Nothing to do: numpy frees its arrays with their last reference."""
 
     def compile(self, ops: Sequence[Op]) -> _native.Program:
-        """A native program: all threads walk the op list together, with a barrier where data crosses threads."""
+        """A native program: all threads walk the op list, with a barrier where data crosses threads."""
         return _native.Program([(op.name, bytes(op.args)) for op in ops], self.threads, self.isa)
