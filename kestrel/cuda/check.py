@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kestrel.cuda import compile as nvrtc
-from kestrel.cuda.ptx_lint import entry_points, lint
+from kestrel.cuda.ptx_lint import Finding, entry_points, lint
 from kestrel.cuda.sources import KernelSources, kernels_folder, read_sources
 from kestrel.errors import KestrelError
 
@@ -56,6 +56,14 @@ def resources(log: str, unit: str, arch: str) -> list[Resources]:
     return found
 
 
+def summarised(findings: Sequence[Finding]) -> list[str]:
+    """The first finding of each kernel and rule, with the number of those like it."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.kernel, finding.rule), []).append(finding)
+    return [f"{g[0]}" + (f" (and {len(g) - 1} more)" if len(g) > 1 else "") for g in groups.values()]
+
+
 @dataclass(frozen=True)
 class UnitReport:
     """Outcome of compiling one unit for one architecture."""
@@ -74,7 +82,7 @@ def check_unit(sources: KernelSources, unit: nvrtc.Unit, arch: str) -> UnitRepor
     except KestrelError as error:
         return UnitReport(unit.label, arch, [], [f"{unit.label} {arch}: {error}"])
     used = [r for r in resources(result.log, unit.label, arch) if r.kernel.endswith("_fast") == unit.fast]
-    faults = [] if unit.fast else [f"{unit.label} {arch}: {finding}" for finding in lint(result.ptx)]
+    faults = [] if unit.fast else [f"{unit.label} {arch}: {text}" for text in summarised(lint(result.ptx))]
     missing = set(nvrtc.kernels_in(result.cubin)) ^ set(entry_points(result.ptx))
     if missing:
         faults.append(f"{unit.label} {arch}: kernels of cubin and PTX differ: {', '.join(sorted(missing))}")

@@ -18,6 +18,9 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_rms_norm_cpu": frozenset(),
     "k_quantize_a8": frozenset(),
     "k_matmul": frozenset({"f32"}),
+    "k_matmul_m2": frozenset({"f32"}),
+    "k_matmul_m4": frozenset({"f32"}),
+    "k_matmul_m8": frozenset({"f32"}),
     "k_qk_norm_cpu": frozenset(),
     "k_rope": frozenset({"f64"}),
     "k_kv_append": frozenset(),
@@ -29,6 +32,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_moe_combine": frozenset({"f32"}),
     "k_argmax": frozenset(),
     "k_l2_hash": frozenset(),
+    "k_l2_hash_many": frozenset(),
 }
 
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")

@@ -1,0 +1,25 @@
+// Compares a unary function with expected results computed elsewhere, over consecutive bit patterns.
+#include "ucrt.cuh"
+
+// which: 0 expf_ucrt, 1 cosf_ucrt, 2 sinf_ucrt. counts: [0] how many differ, [1] the lowest input that does.
+extern "C" __global__ void k_sweep(int which, unsigned first, unsigned n, const unsigned *expected, unsigned *counts) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        const float x = __uint_as_float(first + i);
+        const float y = which == 0 ? expf_ucrt(x) : which == 1 ? cosf_ucrt(x) : sinf_ucrt(x);
+        if (__float_as_uint(y) != expected[i]) {
+            atomicAdd(&counts[0], 1u);
+            atomicMin(&counts[1], first + i);
+        }
+    }
+}
+
+// The first seed's table: y[0] CUDA's expf, y[1] (float)exp((double)x), y[2] expf_ucrt, y[3] rsqrtf(-x), y[4] 1/sqrtf(-x).
+extern "C" __global__ void k_seed_table(const float *x, int n, float *y) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        y[i] = expf(x[i]);
+        y[n + i] = (float)exp((double)x[i]);
+        y[2 * n + i] = expf_ucrt(x[i]);
+        y[3 * n + i] = rsqrtf(-x[i]);
+        y[4 * n + i] = 1.0f / sqrtf(-x[i]);
+    }
+}

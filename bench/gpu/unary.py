@@ -1,0 +1,89 @@
+"""The UCRT functions on the GPU against the CPU, and the table of the project's first source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.gpu.context import Context, threaded
+from bench.gpu.device_code import DeviceCode
+from kestrel import ucrt
+
+BLOCK = 1 << 24  # inputs compared at a time
+TRIG_LIMIT = int(np.float32(131072.0).view(np.uint32))  # cosf and sinf up to |x| = 131072
+
+Function = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+
+
+def _cpu_bits(function: Function, first: int, count: int, workers: int) -> npt.NDArray[np.uint32]:
+    pieces = np.array_split(np.arange(first, first + count, dtype=np.int64).astype(np.uint32), workers)
+    return np.concatenate(threaded(lambda p: function(p.view(np.float32)).view(np.uint32), pieces, workers))
+
+
+def all_inputs(context: Context) -> dict[str, Any]:
+    """expf over all 2^32 inputs, cosf and sinf over |x| <= 131072: GPU bits equal CPU bits."""
+    code = DeviceCode("sweep.cu")
+    cupy, workers = code.cupy, len(os.sched_getaffinity(0))
+    whole = [(0, 1 << 32)]
+    trig = [(0, TRIG_LIMIT + 1), (1 << 31, (1 << 31) + TRIG_LIMIT + 1), (0x7F7FFFF0, 0x7F800010)]
+    plan: list[tuple[str, Function, list[tuple[int, int]]]] = [
+        ("expf_ucrt", ucrt.expf, whole),
+        ("cosf_ucrt", ucrt.cosf, trig),
+        ("sinf_ucrt", ucrt.sinf, trig),
+    ]
+    failures, checked = [], {}
+    for which, (name, function, ranges) in enumerate(plan):
+        counts = cupy.array([0, 0xFFFFFFFF], cupy.uint32)
+        total = 0
+        for begin, end in ranges:
+            step = BLOCK * 16 if context.quick else BLOCK
+            for first in range(begin, end, step):
+                n = min(BLOCK, end - first)
+                expected = cupy.asarray(_cpu_bits(function, first, n, workers))
+                code.launch("k_sweep", np.int32(which), np.uint32(first), np.uint32(n), expected, counts)
+                total += n
+        different, lowest = (int(v) for v in counts.get())
+        checked[name] = {"inputs": total, "different": different}
+        print(f"   {name}: {total} inputs, {different} differ", flush=True)
+        if different:
+            failures.append(f"{name}: {different} of {total} inputs differ, lowest bits {lowest:#010x}")
+    summary = ", ".join(f"{n}: {c['different']} of {c['inputs']} differ" for n, c in checked.items())
+    return {"failures": failures, "summary": summary, "functions": checked}
+
+
+def seed_table(context: Context) -> dict[str, Any]:
+    """How often CUDA's own functions differ, on 400,002 samples of [-100, 0]."""
+    code = DeviceCode("sweep.cu")
+    rng = np.random.default_rng(20250101)
+    n = 400_002
+    x = (-100.0 * rng.random(n)).astype(np.float32)
+    x[x == 0] = -1.0
+    y = code.cupy.empty((5, n), code.cupy.float32)
+    code.launch("k_seed_table", code.cupy.asarray(x), np.int32(n), y)
+    own, double, ours, rsqrt, root = y.get().view(np.uint32)
+    table = {
+        "samples": n,
+        "CUDA expf": int((own != ours).sum()),
+        "(float)exp((double)x)": int((double != ours).sum()),
+        "rsqrtf against 1/sqrtf": int((rsqrt != root).sum()),
+        "expf_ucrt against the CPU": int((ours != ucrt.expf(x).view(np.uint32)).sum()),
+    }
+    failures = []
+    bounds = {
+        "CUDA expf": (0.2, 0.4),
+        "(float)exp((double)x)": (1e-5, 2e-4),
+        "rsqrtf against 1/sqrtf": (0.2, 0.5),
+    }
+    for name, (low, high) in bounds.items():
+        share = table[name] / n
+        print(f"   {name}: {table[name]} differ, {100 * share:.4f} %", flush=True)
+        if not low < share < high:
+            failures.append(f"{name}: {100 * share:.4f} % is not what was published")
+    if table["expf_ucrt against the CPU"]:
+        failures.append("expf_ucrt differs from the CPU")
+    summary = ", ".join(f"{name} {100 * table[name] / n:.4f} %" for name in bounds)
+    return {"failures": failures, "summary": summary, "table": table}

@@ -1,0 +1,305 @@
+"""The CUDA backend: ops become kernel launches on one GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel.backend import Buffer
+from kestrel.cuda import compile as nvrtc
+from kestrel.cuda.environment import load_cupy, open_device
+from kestrel.cuda.graph import Graph
+from kestrel.cuda.memory import CudaBuffer, Memory, Progress
+from kestrel.cuda.sources import kernel_sources
+from kestrel.errors import BackendError
+from kestrel.launch import Launch, Tuning, attention_work_bytes, launches, plan
+from kestrel.ops import Op
+
+Mode = Literal["fast", "bitexact", "l2exact"]
+GRAPH_ROWS = 8  # programs of up to this many rows repeat, so they are worth recording
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """A kernel launch with its arguments in memory of its own: launching it allocates nothing."""
+
+    launch: Launch
+    function: Any  # driver.CUfunction
+    arguments: Any  # the kernel's single parameter, a copy of its own
+    parameters: Any  # (c_void_p * 1): its address
+    address: int  # of ``parameters``
+
+
+class Kernels:
+    """The loaded modules of one device, and their functions by name."""
+
+    def __init__(self, cupy: Any, architecture: str, *, fast: bool) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, tuple[Any, Any]] = {}
+        wanted = nvrtc.units(kernel_sources(), exact=True, fast=fast)
+        for unit, path in nvrtc.cubin_paths(wanted, architecture).items():
+            module = cupy.RawModule(path=str(path))
+            for name in nvrtc.kernels_in(path.read_bytes()):
+                if name.endswith("_fast") == unit.fast:
+                    self._modules[name] = module
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._modules)
+
+    def function(self, name: str, shared_bytes: int) -> Any:
+        """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory."""
+        if name not in self._functions:
+            if name not in self._modules:
+                raise BackendError(f"there is no kernel {name}; known are {', '.join(self.names)}")
+            kernel = self._modules[name].get_function(name)
+            self._functions[name] = (kernel, self._driver.CUfunction(kernel.kernel.ptr))
+        kernel, handle = self._functions[name]
+        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+            try:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+            except Exception as error:
+                raise BackendError(
+                    f"kernel {name} needs {shared_bytes} bytes of shared memory in a block, more than this "
+                    f"GPU has ({error})"
+                ) from error
+        return handle
+
+
+class CudaProgram:
+    """The launches of a list of ops. A whole run of a small program is recorded as one graph and replayed."""
+
+    def __init__(self, backend: CudaBackend, ops: Sequence[Op]) -> None:
+        self._backend = backend
+        self._ops = list(ops)
+        self._whole = backend.prepare(plan(self._ops, backend.mode, backend.tuning))
+        self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
+        rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
+        self._graph_wanted = backend.graph and 1 <= rows <= GRAPH_ROWS
+        self._graph: Graph | None = None
+        self._ran_eagerly = False
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches of a whole run."""
+        return len(self._whole)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether whole runs replay a graph by now."""
+        return self._graph is not None
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        """Run ops ``begin`` to ``end`` and wait for them."""
+        backend = self._backend
+        end = len(self._ops) if end is None else end
+        if not 0 <= begin <= end <= len(self._ops):
+            raise IndexError(f"ops {begin} to {end} of a program of {len(self._ops)}")
+        with backend.current():
+            if begin == 0 and end == len(self._ops):
+                self.queue()
+            else:
+                for number in range(begin, end):
+                    if number not in self._single:
+                        op = self._ops[number]
+                        self._single[number] = backend.prepare(launches(op, backend.mode, backend.tuning))
+                    backend.launch(self._single[number])
+            backend.synchronize(lambda: f"{self._ops[begin].label} to {self._ops[end - 1].label}")
+
+    def queue(self) -> None:
+        """Queue a whole run; the device must be current.
+
+        The first one launches every kernel by itself, which also loads them; the second records the same
+        launches; later ones replay the recording.
+        """
+        backend = self._backend
+        if self._graph is None and self._graph_wanted and self._ran_eagerly:
+            self._graph = Graph.record(backend.stream, lambda: backend.launch(self._whole))
+        if self._graph is not None:
+            self._graph.launch()
+        else:
+            backend.launch(self._whole)
+            self._ran_eagerly = True
+
+
+class CudaBackend:
+    """Runs ops on GPU ``device_index`` in ``mode``; ``graph=False`` launches every kernel by itself.
+
+    ``progress`` is called with the number of bytes after each piece of an upload. Raises BackendError when
+    the GPU or a package is missing. ``close()`` frees the device memory at once; afterwards its buffers are
+    void.
+    """
+
+    def __init__(
+        self,
+        device_index: int = 0,
+        mode: Mode = "l2exact",
+        graph: bool = True,
+        progress: Progress | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self._cupy = load_cupy()
+        self.device = open_device(device_index, self._cupy)
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self.name = f"cuda:{device_index}"
+        self.mode: Mode = mode
+        self.graph = graph
+        self.tuning = Tuning(sms=self.device.multiprocessors) if tuning is None else tuning
+        self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
+        with self._device():
+            self.stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._stream_handle = driver.CUstream(self.stream.ptr)
+            self._memory = Memory(self._cupy, f"{self.name} ({self.device.name})", self.stream, progress)
+            self._kernels = Kernels(self._cupy, self.device.architecture, fast=mode != "l2exact")
+
+    def describe(self) -> dict[str, str]:
+        d = self.device
+        return {
+            "backend": self.name,
+            "device": d.name,
+            "architecture": d.architecture,
+            "mode": self.mode,
+            "graph": "yes" if self.graph else "no",
+            "driver": f"{d.driver // 1000}.{d.driver % 1000 // 10}",
+            "cupy": d.cupy,
+            "nvrtc": d.nvrtc,
+        }
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def check_memory(self, parts: Mapping[str, int]) -> None:
+        """BackendError with all numbers unless ``parts`` (what it is for -> bytes) fit together."""
+        with self.current():
+            self._memory.check(parts)
+
+    @property
+    def used_bytes(self) -> int:
+        """Device bytes in this backend's buffers."""
+        return self._memory.used_bytes
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> CudaBuffer:
+        with self.current():
+            buffer = self._memory.allocate(shape, dtype)
+        self._buffers.add(buffer)
+        return buffer
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> CudaBuffer:
+        buffer = self.empty(shape, dtype)
+        with self.current():
+            self._memory.fill_zero(buffer)
+        return buffer
+
+    def upload(self, array: npt.NDArray[Any]) -> CudaBuffer:
+        array = np.ascontiguousarray(array)
+        buffer = self.empty(array.shape, array.dtype)
+        with self.current():
+            self._memory.upload(array, buffer.ptr)
+        return buffer
+
+    def write(self, buffer: Buffer, array: npt.NDArray[Any]) -> None:
+        target = _own(buffer)
+        if array.dtype != target.dtype:
+            raise TypeError(f"buffer holds {target.dtype}, array is {array.dtype}")
+        if array.nbytes > target.nbytes:
+            raise ValueError(f"array of {array.nbytes} bytes into a buffer of {target.nbytes}")
+        with self.current():
+            self._memory.upload(np.ascontiguousarray(array), target.ptr)
+
+    def read(self, buffer: Buffer, shape: Sequence[int] | None = None) -> npt.NDArray[Any]:
+        source = _own(buffer)
+        result = np.empty(source.shape if shape is None else tuple(shape), source.dtype)
+        if result.nbytes > source.nbytes:
+            raise ValueError(f"{result.nbytes} bytes from a buffer of {source.nbytes}")
+        with self.current():
+            self._memory.download(source.ptr, result)
+        return result
+
+    def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
+        return attention_work_bytes(rows, heads, head_dim, context)
+
+    def close(self) -> None:
+        """Free all device memory of this backend, whoever still refers to its buffers."""
+        if self._closed:
+            return
+        with self.current():
+            self.stream.synchronize()
+        self._closed = True
+        for buffer in list(self._buffers):
+            buffer.memory = None
+        with self._device():
+            self._memory.release()
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def compile(self, ops: Sequence[Op]) -> CudaProgram:
+        with self.current():
+            return CudaProgram(self, ops)
+
+    def prepare(self, planned: Sequence[Launch]) -> list[PreparedLaunch]:
+        """Launches with their kernels looked up and their arguments stored."""
+        prepared = []
+        for launch in planned:
+            arguments = type(launch.args).from_buffer_copy(launch.args)
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            function = self._kernels.function(launch.kernel, launch.shared)
+            prepared.append(
+                PreparedLaunch(launch, function, arguments, parameters, ctypes.addressof(parameters))
+            )
+        return prepared
+
+    def launch(self, prepared: Sequence[PreparedLaunch]) -> None:
+        """Queue launches on the backend's stream; the device must be current."""
+        launch_kernel, stream = self._driver.cuLaunchKernel, self._stream_handle
+        for item in prepared:
+            launch = item.launch
+            (status,) = launch_kernel(
+                item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0
+            )
+            if int(status) != 0:
+                raise BackendError(
+                    f"{self.name} refused kernel {launch.kernel} with grid {launch.grid}, "
+                    f"block {launch.block}, {launch.shared} bytes of shared memory: {status.name}"
+                )
+
+    def synchronize(self, what: Any = lambda: "the work queued before") -> None:
+        """Wait for the stream; an error of the GPU is reported with ``what()`` it was doing."""
+        try:
+            self.stream.synchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendError(
+                f"{self.name} failed in {what()}: {error}. After this error the process cannot use the GPU "
+                "any more: start it again, with --no-graph to see which operation fails"
+            ) from error
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this backend's device current; BackendError after close()."""
+        if self._closed:
+            raise BackendError(f"this {self.name} backend was closed")
+        with self._device():
+            yield
+
+    @contextmanager
+    def _device(self) -> Iterator[None]:
+        with self._cupy.cuda.Device(self.device.index):
+            yield
+
+    _closed = False
+
+
+def _own(buffer: Buffer) -> CudaBuffer:
+    if not isinstance(buffer, CudaBuffer):
+        raise TypeError(f"expected a CUDA buffer, got {type(buffer).__name__}")
+    return buffer

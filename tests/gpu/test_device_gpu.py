@@ -1,0 +1,127 @@
+"""Memory, errors and lifetime of the CUDA backend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kestrel.cuda.device import CudaBackend
+from kestrel.cuda.memory import STAGING_BYTES
+from kestrel.engine import Engine
+from kestrel.errors import BackendError, NonFiniteError
+from kestrel.ops import WType
+from kestrel.sampling import SamplingParams
+from tests.support.dumps import difference, generate
+from tests.support.models import random_weights, tiny_config
+
+
+def engine(backend: CudaBackend, seed: int = 0, context: int = 64) -> Engine:
+    config = tiny_config("qwen3_moe")
+    return Engine(config, random_weights(config, WType.q4local, seed=seed), backend, context=context)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16, (1 << 16) + 1, STAGING_BYTES, 3 * STAGING_BYTES + 12345])
+def test_upload_and_read_back(size: int, gpu: CudaBackend) -> None:
+    array = np.frombuffer(np.random.default_rng(size).bytes(size), np.uint8)
+    assert np.array_equal(gpu.read(gpu.upload(array)), array)
+
+
+def test_upload_reports_progress() -> None:
+    seen: list[int] = []
+    backend = CudaBackend(0, progress=seen.append)
+    backend.upload(np.zeros(2 * STAGING_BYTES + 5, np.uint8))
+    assert sum(seen) == 2 * STAGING_BYTES + 5
+    assert len(seen) == 3
+    backend.close()
+
+
+def test_write_checks_type_and_size(gpu: CudaBackend) -> None:
+    buffer = gpu.zeros((4,), np.float32)
+    with pytest.raises(TypeError, match="float32"):
+        gpu.write(buffer, np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="20 bytes into a buffer of 16"):
+        gpu.write(buffer, np.zeros(5, np.float32))
+    with pytest.raises(ValueError, match="20 bytes from a buffer of 16"):
+        gpu.read(buffer, (5,))
+
+
+def test_memory_check_has_the_numbers(gpu: CudaBackend) -> None:
+    with pytest.raises(BackendError, match=r"weights 9000\.00 GB.*free .* of .*smaller context"):
+        gpu.check_memory({"weights": 9 * 10**12})
+
+
+def test_out_of_memory_is_reported_and_memory_comes_back() -> None:
+    backend = CudaBackend(0)
+    before = backend.used_bytes
+    held = []
+
+    def fill() -> None:
+        while True:
+            held.append(backend.empty((1 << 33,), np.uint8))
+
+    with pytest.raises(BackendError, match=r"not enough memory on cuda:0.*this model holds"):
+        fill()
+    assert backend.used_bytes > before
+    held.clear()
+    assert backend.used_bytes == before
+    tokens, _ = generate(engine(backend), [1, 2, 3], 4)
+    assert len(tokens) == 4
+    backend.close()
+
+
+def test_close_frees_everything() -> None:
+    backend = CudaBackend(0)
+    kept = backend.zeros((1 << 30,), np.uint8)
+    backend.close()
+    assert backend.used_bytes == 0
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.read(kept, (4,))
+
+
+def test_index_out_of_range() -> None:
+    with pytest.raises(BackendError, match="no GPU cuda:99"):
+        CudaBackend(99)
+
+
+def test_two_models_side_by_side(gpu: CudaBackend) -> None:
+    alone = [generate(engine(gpu, seed), [5, 6, 7], 6) for seed in (1, 2)]
+    first, second = engine(CudaBackend(0), 1), engine(CudaBackend(0), 2)
+    streams = [e.generate([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0)) for e in (first, second)]
+    mixed = list(zip(*streams, strict=True))  # turn by turn
+    assert [t for t, _ in mixed] == alone[0][0]
+    assert [t for _, t in mixed] == alone[1][0]
+    for e in (first, second):
+        e.prompt_model.backend.close()  # type: ignore[attr-defined]
+
+
+def test_cancelled_generation_leaves_a_clean_engine(gpu: CudaBackend) -> None:
+    expected, dump = generate(engine(gpu), [5, 6, 7], 8)
+    again = engine(gpu)
+    stream = again.generate([9, 8], SamplingParams(max_tokens=30, temperature=0.0))
+    next(stream), next(stream)
+    stream.close()
+    tokens, second = generate(again, [5, 6, 7], 8)
+    assert tokens == expected
+    assert difference(second, dump).count == 0
+
+
+def test_non_finite_weight_is_named(gpu: CudaBackend) -> None:
+    config = tiny_config("qwen3")
+    weights = random_weights(config, WType.q4local)
+    scale = weights["layers.1.o"].scale  # type: ignore[union-attr]
+    scale[3, 0] = 0x7E00
+    broken = Engine(config, weights, gpu, context=32)
+    with pytest.raises(NonFiniteError, match=r"l1\.o|layer 1"):
+        list(broken.generate([1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0)))
+    assert len(generate(engine(gpu), [1, 2], 3)[0]) == 3
+
+
+def test_a_second_process_uses_the_same_gpu(gpu: CudaBackend) -> None:
+    code = "from tests.gpu.test_device_gpu import *\nprint(generate(engine(CudaBackend(0)), [5, 6, 7], 6)[0])"
+    expected = generate(engine(gpu), [5, 6, 7], 6)[0]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == str(expected), result.stderr

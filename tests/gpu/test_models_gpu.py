@@ -1,0 +1,119 @@
+"""Whole small models: GPU dump equal to CPU dump, graph equal to eager, any mixture equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kestrel.cpu import CpuBackend
+from kestrel.cuda.device import CudaBackend
+from kestrel.engine import Engine
+from kestrel.ops import WType
+from tests.support.dumps import difference, generate
+from tests.support.models import AWKWARD, random_weights, tiny_config
+
+WTYPES = [WType.q4local, WType.q8local, WType.bf16]
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(length).integers(0, vocab, length)]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("wtype", WTYPES, ids=lambda w: w.name)
+def test_awkward_models(name: str, wtype: WType, gpu: CudaBackend, cpu: CpuBackend) -> None:
+    family, shape = AWKWARD[name]
+    config = tiny_config(family, **shape)
+    weights = random_weights(config, wtype)
+    ids = prompt(9, config.vocab_size)
+    runs = [generate(Engine(config, weights, b, context=32), ids, 6, "extended") for b in (gpu, cpu)]
+    assert str(difference(runs[0][1], runs[1][1])).startswith("0 of")
+    assert runs[0][0] == runs[1][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("chunk", [1, 7, 256])
+def test_chunk_boundaries(family: str, chunk: int, gpu: CudaBackend, cpu: CpuBackend) -> None:
+    config = tiny_config(family)  # type: ignore[arg-type]
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(250, config.vocab_size)
+    expected = generate(Engine(config, weights, cpu, context=300), ids, 12)
+    actual = generate(Engine(config, weights, gpu, context=300, chunk=chunk), ids, 12)
+    assert str(difference(actual[1], expected[1])).startswith("0 of")
+    assert actual[0] == expected[0]
+
+
+@pytest.mark.parametrize("start", [250, 1018])
+def test_graph_equals_eager_across_positions(start: int, gpu: CudaBackend) -> None:
+    config = tiny_config("qwen3_moe")
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(start, config.vocab_size)
+    eager_backend = CudaBackend(0, graph=False)
+    eager = Engine(config, weights, eager_backend, context=start + 32)
+    recorded = Engine(config, weights, gpu, context=start + 32)
+    a, b = generate(recorded, ids, 12), generate(eager, ids, 12)
+    program = recorded.decode_model.step(1, 1, "standard").program
+    assert program.recorded  # type: ignore[attr-defined]
+    assert not eager.decode_model.step(1, 1, "standard").program.recorded  # type: ignore[attr-defined]
+    assert str(difference(a[1], b[1])).startswith("0 of")
+    assert a[0] == b[0]
+    # The KV cache made anew, larger: other addresses, the same bits.
+    again = Engine(config, weights, gpu, context=start + 300)
+    c = generate(again, ids, 12)
+    assert str(difference(c[1], b[1])).startswith("0 of")
+    eager_backend.close()
+
+
+def test_a_step_writes_its_own_slot_alone(gpu: CudaBackend) -> None:
+    config = tiny_config("qwen3")
+    engine = Engine(config, random_weights(config, WType.q4local), gpu, context=64)
+    for layer in engine.prompt_model.kv.layers:
+        for name in ("kq", "ks", "vq", "vs"):
+            buffer = getattr(layer, name)
+            gpu.write(buffer, np.frombuffer(b"\x5a" * buffer.nbytes, buffer.dtype))
+    generate(engine, prompt(10, config.vocab_size), 8)
+    written = 10 + 7  # the last token was not run
+    for layer in engine.prompt_model.kv.layers:
+        for name in ("kq", "ks", "vq", "vs"):
+            rows = gpu.read(getattr(layer, name)).view(np.uint8).reshape(64, -1)
+            assert (rows[written:] == 0x5A).all(), name
+            assert (rows[:written] != 0x5A).any(axis=1).all(), name
+
+
+@pytest.mark.parametrize("placement", ["prompt cpu", "decode cpu"])
+def test_mixtures(placement: str, gpu: CudaBackend, cpu: CpuBackend) -> None:
+    config = tiny_config("qwen3_moe")
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(40, config.vocab_size)
+    expected = generate(Engine(config, weights, cpu, context=64), ids, 12)
+    first, second = (cpu, gpu) if placement == "prompt cpu" else (gpu, cpu)
+    mixed = generate(Engine(config, weights, first, second, context=64), ids, 12)
+    assert str(difference(mixed[1], expected[1])).startswith("0 of")
+    assert mixed[0] == expected[0]
+
+
+@pytest.mark.parametrize("mode", ["fast", "bitexact"])
+def test_other_modes_run_and_stay_close(mode: str, cpu: CpuBackend) -> None:
+    config = tiny_config("qwen3_moe")
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(40, config.vocab_size)
+    backend = CudaBackend(0, mode)  # type: ignore[arg-type]
+    expected = Engine(config, weights, cpu, context=64).logits(ids)
+    actual = Engine(config, weights, backend, context=64).logits(ids)
+    assert np.isfinite(actual).all()
+    # No promise of bits: only that it is the same model. 4-bit steps of the activations flip here and there.
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.1
+    backend.close()
+
+
+def test_scaled_rope_with_attention_factor(gpu: CudaBackend, cpu: CpuBackend) -> None:
+    config = tiny_config("qwen3")
+    rope = replace(config.rope, type="yarn", factor=4.0, original_max_position=1024)
+    config = replace(config, rope=rope)
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(20, config.vocab_size)
+    runs = [generate(Engine(config, weights, b, context=32), ids, 6) for b in (gpu, cpu)]
+    assert str(difference(runs[0][1], runs[1][1])).startswith("0 of")
