@@ -14,6 +14,7 @@ from kestrel.cpu import CpuBackend
 from kestrel.model import Model, TapLevel
 from kestrel.ops import WType
 from kestrel.weights import Weights
+from tests.support.bits import assert_bits_equal
 from tests.support.models import random_weights
 
 
@@ -89,6 +90,23 @@ def run_tokens(
         raise ValueError(f"chunks of {begin} rows for {len(ids)} tokens")
     keys = {key: value for run in runs for key, value in run.keys.items()}
     return Run(np.concatenate([r.logits for r in runs]), np.concatenate([r.next for r in runs]), keys)
+
+
+def assert_same_bits(actual: Run, expected: Run) -> None:
+    """Equal logits and hashes, or AssertionError that names the first differing key in data-flow order.
+
+    Keys that only one of the two has are differences too.
+    """
+    if actual.keys.keys() != expected.keys.keys():
+        only = sorted(actual.keys.keys() ^ expected.keys.keys())
+        raise AssertionError(f"{len(only)} keys are in one run only: {', '.join(only[:5])}")
+    # A run lists its keys step by step and tap by tap; the expected run's order is the data flow.
+    different = [key for key, value in expected.keys.items() if actual.keys[key] != value]
+    if different:
+        total = len(expected.keys)
+        raise AssertionError(f"{len(different)} of {total} keys differ, the first is {different[0]}")
+    assert_bits_equal(actual.logits, expected.logits, "logits")
+    assert_bits_equal(actual.next, expected.next, "greedy choices")
 
 
 def random_ids(count: int, vocab: int, seed: int = 0) -> npt.NDArray[np.int32]:

@@ -1,0 +1,169 @@
+"""One set of bits, whatever the ISA level, the threads, the chunking of the prompt, and the taps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kestrel import _native
+from kestrel.backend import Program
+from kestrel.config import Family, ModelConfig
+from kestrel.cpu import CpuBackend
+from kestrel.ops import Op, WType
+from tests.support.bits import assert_bits_equal
+from tests.support.forward import Run, assert_same_bits, make_model, random_ids, run_tokens
+from tests.support.models import AWKWARD, tiny_config
+
+FAMILIES: list[Family] = ["llama", "qwen3", "qwen3_moe"]
+LEVELS = _native.isa_available()
+LENGTH = 262  # two attention chunks, and no multiple of 7
+
+
+@lru_cache(maxsize=64)
+def reference(family: Family, wtype: WType, awkward: str = "") -> Run:
+    """Scalar, one thread, token by token."""
+    config, length = _config(family, awkward)
+    model = make_model(config, backend=CpuBackend(threads=1, isa="scalar"), wtype=wtype)
+    return run_tokens(model, random_ids(length, config.vocab_size), chunk=1, taps="extended")
+
+
+def _config(family: Family, awkward: str) -> tuple[ModelConfig, int]:
+    if awkward:
+        return tiny_config(AWKWARD[awkward][0], **AWKWARD[awkward][1]), 19
+    return tiny_config(family), LENGTH
+
+
+def _run(family: Family, wtype: WType, isa: str, threads: int, chunk: int | None, awkward: str = "") -> Run:
+    config, length = _config(family, awkward)
+    model = make_model(config, backend=CpuBackend(threads, isa), max_rows=length, wtype=wtype)
+    return run_tokens(model, random_ids(length, config.vocab_size), chunk=chunk, taps="extended")
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 256])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_isa_threads_and_chunks(family: Family, isa: str, threads: int, chunk: int | None) -> None:
+    assert_same_bits(_run(family, WType.q4local, isa, threads, chunk), reference(family, WType.q4local))
+
+
+@pytest.mark.parametrize("wtype", [WType.bf16, WType.q8local], ids=lambda w: w.name)
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_formats(family: Family, isa: str, wtype: WType) -> None:
+    for threads, chunk in ((1, 1), (2, None), (3, 7)):
+        assert_same_bits(_run(family, wtype, isa, threads, chunk), reference(family, wtype))
+
+
+@pytest.mark.parametrize("wtype", WType, ids=lambda w: w.name)
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("awkward", AWKWARD)
+def test_awkward_shapes(awkward: str, isa: str, wtype: WType) -> None:
+    family = AWKWARD[awkward][0]
+    for threads, chunk in ((1, None), (3, 7)):
+        assert_same_bits(_run(family, wtype, isa, threads, chunk, awkward), reference(family, wtype, awkward))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_change_nothing(family: Family) -> None:
+    config = tiny_config(family)
+    ids = random_ids(40, config.vocab_size)
+    plain = run_tokens(make_model(config), ids)
+    standard = run_tokens(make_model(config), ids, taps="standard")
+    extended = run_tokens(make_model(config), ids, taps="extended")
+    assert_bits_equal(standard.logits, plain.logits)
+    assert_bits_equal(extended.logits, plain.logits)
+    assert standard.keys.items() < extended.keys.items()
+
+
+def test_standard_keys_of_a_48_layer_model() -> None:
+    config = tiny_config("qwen3_moe", layers=48, hidden=32, heads=1, kv_heads=1, moe_ffn=32)
+    run = run_tokens(make_model(config, slots=2, max_rows=2), [1, 2], taps="standard")
+    assert len(run.keys) == 2 * 530
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_contents_and_untouched_slots(family: Family) -> None:
+    """Equal KV bytes for every chunking; slots before, after and between sequences keep what they held."""
+    config = tiny_config(family)
+    ids = random_ids(29, config.vocab_size)
+    caches = []
+    for chunk in (None, 1, 7):
+        model = make_model(config, threads=2, slots=64)
+        for layer in model.kv.layers:
+            for buffer, mark in ((layer.kq, 77), (layer.ks, np.nan), (layer.vq, 77), (layer.vs, np.nan)):
+                model.backend.write(buffer, np.full(buffer.shape, mark, buffer.dtype))
+        run_tokens(model, ids, chunk=chunk, base=9)
+        arrays = [
+            model.backend.read(buffer)
+            for layer in model.kv.layers
+            for buffer in (layer.kq, layer.ks, layer.vq, layer.vs)
+        ]
+        for array in arrays:
+            others = np.concatenate([array[:9], array[9 + 29 :]])
+            assert (np.isnan(others) if array.dtype == np.float32 else others == 77).all()
+        caches.append(arrays)
+    for arrays in caches[1:]:
+        for actual, expected in zip(arrays, caches[0], strict=True):
+            assert_bits_equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stale_buffers_change_nothing(family: Family) -> None:
+    """Rows and columns that an op need not read may hold anything, NaN included."""
+    config = tiny_config(family)
+    ids = random_ids(20, config.vocab_size)
+    expected = run_tokens(make_model(config), ids, chunk=20, taps="extended")
+    model = make_model(config)
+    model.step(20, 20, "extended")  # makes the buffers
+    for name, buffer in model._buffers.items():
+        filler = np.full(buffer.shape, 0, buffer.dtype)
+        filler.view(np.uint8)[:] = 0xFF  # NaN, -1
+        if name not in ("ids", "pos", "base"):
+            model.backend.write(buffer, filler)
+    assert_same_bits(run_tokens(model, ids, chunk=20, taps="extended"), expected)
+
+
+# -- planted faults ------------------------------------------------------------------------------------------
+
+
+class FaultyBackend(CpuBackend):
+    """Changes one argument of one op before it compiles a step."""
+
+    def __init__(self, label: str, **change: Any) -> None:
+        super().__init__(threads=1)
+        self.label, self.change = label, change
+        self.hits = 0
+
+    def compile(self, ops: Sequence[Op]) -> Program:
+        for op in ops:
+            if op.label == self.label:
+                self.hits += 1
+                for name, value in self.change.items():
+                    setattr(op.args, name, value)
+        return super().compile(ops)
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "key"),
+    [
+        ("l1.attn_norm", {"eps": 1.1e-6}, "t0_l1_nrm"),
+        ("l0.rope", {"factor": 1.0000001}, "t0_l0_krope"),
+        ("l0.attention", {"qscale": 0.17}, "t1_l0_attn"),  # a softmax over one position has no scale
+        ("l1.router_topk", {"norm_topk_prob": 0}, "t0_l1_rweights"),
+        ("l1.ffn_residual", {"n": 96 * 18}, "t18_l1_x"),
+    ],
+)
+def test_comparison_names_the_first_difference(label: str, change: dict[str, Any], key: str) -> None:
+    config = tiny_config("qwen3_moe")
+    ids = random_ids(19, config.vocab_size)
+    expected = run_tokens(make_model(config), ids, chunk=19, taps="extended")
+    backend = FaultyBackend(label, **change)
+    actual = run_tokens(make_model(config, backend=backend), ids, chunk=19, taps="extended")
+    assert backend.hits == 1
+    with pytest.raises(AssertionError, match=f"first is {key}$"):
+        assert_same_bits(actual, expected)
