@@ -28,6 +28,7 @@ from bench.gpu.context import Context  # noqa: E402
 Stage = Callable[[Context], dict[str, Any]]
 STAGES: dict[str, Stage] = {
     "native": compute.native,
+    "isa": ops.isa_levels,
     "compile": compute.compile_kernels,
     "pytest": compute.pytest_gpu,
     "unary": unary.all_inputs,

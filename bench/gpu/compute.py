@@ -12,14 +12,7 @@ from typing import Any
 from bench.gpu.context import Context
 
 # Folders of tests that compare the reference across ISA levels; AVX-512 is often found on GPU hosts alone.
-NATIVE_TESTS = (
-    "tests/ops",
-    "tests/numerics",
-    "tests/model",
-    "tests/contract",
-    "tests/kernels",
-    "tests/engine",
-)
+NATIVE_TESTS = ("tests/ops", "tests/numerics", "tests/model", "tests/oracle", "tests/kernels")
 
 
 def _pytest_failures(text: str) -> list[str]:

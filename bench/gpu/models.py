@@ -16,7 +16,7 @@ from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.engine import Engine
 from kestrel.ops import WType
-from kestrel.weights import Weights
+from kestrel.weights import Weights, load_model_folder
 from tests.support.dumps import Recorder, difference, generate
 from tests.support.models import random_weights, tiny_config
 
@@ -50,15 +50,13 @@ def qwen3_0_6b(layers: int = 28) -> Loaded:
 
 def load(folder: Path) -> Loaded:
     """A converted model."""
-    from kestrel.llm import LLM
-
-    model = LLM(folder)
-    return Loaded(folder.name, model.config, model.weights)
+    config, weights = load_model_folder(folder)
+    return Loaded(folder.name, config, weights)
 
 
 def available(context: Context) -> Iterator[Loaded | str]:
     """The models to check; a string says which one is missing."""
-    found = sorted(p.parent for p in context.models.glob("*/config.json")) if context.models.is_dir() else []
+    found = sorted(p.parent for p in context.models.glob("*/kestrel.json")) if context.models.is_dir() else []
     for wanted in ("smollm2", "tiny-qwen3-moe"):
         matching = [folder for folder in found if wanted in folder.name.lower()]
         if not matching:

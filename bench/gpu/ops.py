@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 
 from bench.gpu.context import Context
+from kestrel import _native
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
+from kestrel.engine import Engine
 from kestrel.ops import WType
 from tests.support import op_cases as make
 from tests.support.bits import assert_bits_equal
+from tests.support.dumps import difference, generate
+from tests.support.models import AWKWARD, random_weights, tiny_config
 from tests.support.op_cases import BATCH_ROWS, LONG_ROWS, Case, run_case
 
 Q4, Q8, BF16 = WType.q4local, WType.q8local, WType.bf16
@@ -113,6 +117,42 @@ def padding_ignored(gpu: CudaBackend) -> str | None:
     other = Case(case.op, case.label, padded, case.scalars, case.outputs, weights=case.weights)
     a, b = run_case(case, gpu)["y"], run_case(other, gpu)["y"]
     return None if np.array_equal(a.view(np.uint32), b.view(np.uint32)) else "padding changes matmul"
+
+
+def isa_levels(context: Context) -> dict[str, Any]:
+    """The reference at every ISA level of this CPU, 1 thread and all: bits equal scalar on one thread."""
+    levels = _native.isa_available()
+    backends = {
+        f"{isa}, {threads} threads": CpuBackend(threads, isa)
+        for isa in levels
+        for threads in sorted({1, _native.default_threads()})
+        if (isa, threads) != ("scalar", 1)
+    }
+    scalar = CpuBackend(1, "scalar")
+    failures, count = [], 0
+    shapes = [c for s in (SHAPES[0], SHAPES[1]) for c in model_cases(s) if c.scalars.get("M", 1) <= 8]
+    for case in [*make.small_cases(), *shapes]:
+        expected = run_case(case, scalar)
+        for name, backend in backends.items():
+            count += 1
+            try:
+                for member, array in run_case(case, backend).items():
+                    assert_bits_equal(array, expected[member], f"{case} {member}", any_nan=case.any_nan)
+            except AssertionError as error:
+                failures.append(f"{name}: {error}")
+    for family, shape in [*AWKWARD.values(), ("llama", {}), ("qwen3", {}), ("qwen3_moe", {})]:
+        config = tiny_config(family, **shape)
+        weights = random_weights(config, Q4)
+        ids = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 70)]
+        expected_dump = generate(Engine(config, weights, scalar, context=96), ids, 5, "extended")[1]
+        for name, backend in backends.items():
+            count += 1
+            found = difference(
+                generate(Engine(config, weights, backend, context=96), ids, 5, "extended")[1], expected_dump
+            )
+            if found.count:
+                failures.append(f"{name}: {family} {shape}: {found}")
+    return {"failures": failures, "summary": f"{', '.join(levels)}: {count} comparisons", "levels": levels}
 
 
 def every_op(context: Context) -> dict[str, Any]:
