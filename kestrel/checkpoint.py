@@ -28,6 +28,7 @@ class SourceTensor:
     origin: str  # its name in the source, for messages
     stored: str  # its type in the source: "BF16", "Q4_0"
     read: Callable[[int, int], F32]  # rows begin .. end -> f32[rows, K]
+    blocks: bool = False  # quantised blocks, whose values are products that f32 may round
     packed_wtype: WType | None = None  # the format that the source's blocks already are, bit for bit
     packed: Callable[[int, int], Packed] | None = None  # rows begin .. end -> (codes, f16 bits)
 

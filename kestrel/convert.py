@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,118 +25,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kestrel.checkpoint import Checkpoint, SourceTensor
-from kestrel.errors import KestrelError, ModelError, UsageError
-from kestrel.hf_folder import open_hf_folder
+from kestrel.errors import ModelError, UsageError
+from kestrel.folder_writer import (
+    check_destination,
+    check_disk,
+    hashing,
+    lay_out,
+    put_in_place,
+    sync_folder,
+    write_at,
+    write_file,
+)
 from kestrel.manifest import MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest, TensorRecord
 from kestrel.ops import WType
-from kestrel.quantize import DEFAULT_Q4_SCALE, Q4_SCALES, RangeError, quantize_rows
-from kestrel.weights import GROUP, TensorSpec, stored_wtype
+from kestrel.quantize import DEFAULT_Q4_SCALE, Q4_SCALES, RangeError, check_finite, quantize_rows
+from kestrel.source import open_source
+from kestrel.weights import GROUP, stored_wtype
 
 _BLOCK = 2**21  # weights read and quantised at a time: bounds memory whatever the size of a tensor
-_ALIGN = 64  # bytes
-_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
-
-
-# -- opening a source ------------------------------------------------------------------------------------------
-
-
-def open_source(path: Path | str) -> Checkpoint:
-    """Open and check a Hugging Face folder or a GGUF file. Raises ``ModelError`` that lists every fault.
-
-    A name like ``org/model`` that is no path here is looked up in the local Hugging Face cache.
-    """
-    source = _from_hub_cache(Path(path))
-    where = str(source)
-    if source.is_dir():
-        if (source / MANIFEST_FILE).exists():
-            raise ModelError(where, ["is a kestrel folder already: convert its original source instead"])
-        if (source / "config.json").exists():
-            return open_hf_folder(source)
-        gguf = sorted(source.glob("*.gguf"))
-        if gguf:
-            raise ModelError(where, [f"has no config.json; to convert a GGUF file, name it: {gguf[0]}"])
-        raise ModelError(where, ["is neither a Hugging Face folder (no config.json) nor a GGUF file"])
-    try:
-        with source.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(where, [f"cannot be read: {error.strerror}"]) from None
-    if magic == b"GGUF":
-        from kestrel.gguf import open_gguf
-
-        return open_gguf(source)
-    if source.name.endswith(".safetensors"):
-        raise ModelError(
-            where, ["is one file of a checkpoint: name the folder that holds it and config.json"]
-        )
-    raise ModelError(where, ["is not a GGUF file (wrong magic) and not a folder"])
-
-
-def _from_hub_cache(path: Path) -> Path:
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        return path
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    repository = cache / ("models--" + str(path).replace("/", "--"))
-    try:
-        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
-    except OSError:
-        raise ModelError(
-            str(path),
-            [f"is no path here and not in the local cache {cache}: fetch it with `hf download {path}`"],
-        ) from None
-    return snapshot
-
-
-# -- layout of the weights file --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Array:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    header: bytes
-    offsets: dict[str, int]  # array name -> byte in the file
-    size: int
-
-
-def _lay_out(wtypes: list[tuple[TensorSpec, WType | None]]) -> _Layout:
-    """Offsets of every array. The data begin at a multiple of 64 bytes, and so does each array as far as possible.
-
-    The format allows no padding between tensors; arrays whose size is a multiple of 64 come first, then those of
-    32, 16 and so on, so that each begins at a multiple of the power of two that divides its own size.
-    """
-    arrays = []
-    for spec, wtype in wtypes:
-        for name, (dtype, shape) in spec.stored_arrays(wtype).items():
-            arrays.append(
-                _Array(name, dtype, shape, _DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=np.int64)))
-            )
-    arrays.sort(key=lambda a: -min(_ALIGN, a.nbytes & -a.nbytes))  # stable: data-flow order within a class
-    entries: dict[str, Any] = {"__metadata__": {"format": "kestrel"}}
-    starts, at = {}, 0
-    for array in arrays:
-        entries[array.name] = {
-            "dtype": array.dtype,
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        starts[array.name] = at
-        at += array.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    begin = 8 + len(text)
-    header = len(text).to_bytes(8, "little") + text
-    return _Layout(header, {name: begin + start for name, start in starts.items()}, begin + at)
-
-
-# -- converting ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,26 +69,26 @@ def convert(
     """Convert ``source`` into the new folder ``destination``, which appears complete or not at all.
 
     ``head_wtype`` is the format of embedding and head: q8local by default when ``wtype`` is q4local, else
-    ``wtype``. ``q4_scale`` names a way to choose q4local scales (``kestrel.quantize.Q4_SCALES``). ``progress`` is
-    called with the tensor's name, weights done and weights in all. Peak memory depends on neither the size of the
-    model nor that of its largest tensor. The same source gives the same bytes.
+    ``wtype``. ``q4_scale`` names a way to choose q4local scales (``kestrel.quantize.Q4_SCALES``).
+    ``progress`` is called with the tensor's name, weights done and weights in all. Peak memory depends on
+    neither the size of the model nor that of its largest tensor. The same source gives the same bytes.
 
-    Raises ``ModelError`` for a source that is damaged or not supported (every fault in one message), ``UsageError``
-    for a destination that may not be written, ``KestrelError`` when the disk is too full.
+    Raises ``ModelError`` for a source that is damaged or not supported (every fault in one message),
+    ``UsageError`` for a destination that may not be written, ``KestrelError`` when the disk is too full.
     """
     target = Path(destination)
-    _check_destination(Path(source), target, force)
+    check_destination(Path(source), target, force)
     checkpoint = open_source(source)
     try:
         if head_wtype is None:
             head_wtype = WType.q8local if wtype == WType.q4local else wtype
         job = _Job(checkpoint, wtype, head_wtype, q4_scale, progress, threads or min(4, os.cpu_count() or 1))
-        _check_disk(target, job.layout.size + sum(map(len, checkpoint.side_files.values())))
+        check_disk(target, job.layout.size + sum(map(len, checkpoint.side_files.values())))
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         partial.mkdir()
         try:
             manifest = job.run(partial)
-            _put_in_place(partial, target, force)
+            put_in_place(partial, target, force)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -192,9 +96,8 @@ def convert(
         checkpoint.close()
     sizes: dict[str, int] = {}
     for spec, stored in job.wtypes:
-        name = stored.name if stored is not None else "f32"
-        size = spec.rows * (stored.bytes_per_row(spec.k) if stored is not None else 4 * spec.k)
-        sizes[name] = sizes.get(name, 0) + size
+        row = 4 * spec.k if stored is None else stored.bytes_per_row(spec.k)
+        sizes[_name(stored)] = sizes.get(_name(stored), 0) + spec.rows * row
     return Conversion(target, manifest, sizes, [*checkpoint.notes, *job.notes()])
 
 
@@ -212,20 +115,21 @@ class _Job:
         self.wtype, self.head_wtype, self.q4_scale = wtype, head_wtype, q4_scale
         self.progress, self.threads = progress, threads
         self.wtypes = [(t.spec, stored_wtype(t.spec, wtype, head_wtype)) for t in checkpoint.tensors]
-        self.layout = _lay_out(self.wtypes)
+        self.layout = lay_out(self.wtypes)
+        self.records: dict[str, TensorRecord] = {}
 
     def run(self, folder: Path) -> Manifest:
         """Write the folder's files, the manifest last, all of them flushed to disk."""
         checkpoint = self.checkpoint
-        with _hashing(checkpoint.weight_files) as source_records:
+        with hashing(checkpoint.weight_files) as source_records:
             with (folder / WEIGHTS_FILE).open("wb") as file:
                 file.write(self.layout.header)
                 file.flush()
                 os.ftruncate(file.fileno(), self.layout.size)
-                tensors = self._write_tensors(file.fileno())
+                self._write_tensors(file.fileno())
                 os.fsync(file.fileno())
             for name, content in checkpoint.side_files.items():
-                _write_file(folder / name, content)
+                write_file(folder / name, content)
             sources = source_records()
         manifest = Manifest(
             config=checkpoint.config,
@@ -234,111 +138,133 @@ class _Job:
             head_wtype=self.head_wtype.name,
             q4_scale=self.q4_scale,
             sources=sources,
-            tensors=tensors,
+            tensors=self.records,
             files=tuple(
                 FileRecord(name, len(content), hashlib.sha256(content).hexdigest())
                 for name, content in checkpoint.side_files.items()
             ),
         )
-        _write_file(folder / MANIFEST_FILE, manifest.to_json().encode())
-        _sync_folder(folder)
+        write_file(folder / MANIFEST_FILE, manifest.to_json().encode())
+        sync_folder(folder)
         return manifest
 
-    def _write_tensors(self, fd: int) -> dict[str, TensorRecord]:
+    def _write_tensors(self, fd: int) -> None:
         total = sum(spec.rows * spec.k for spec, _ in self.wtypes)
         done, faults = 0, []
-        records = {}
         with ThreadPoolExecutor(self.threads) as pool:
-            for tensor, (_, wtype) in zip(self.checkpoint.tensors, self.wtypes, strict=True):
+            for tensor, (spec, wtype) in zip(self.checkpoint.tensors, self.wtypes, strict=True):
+                writer = _TensorWriter(fd, self.layout.offsets, list(spec.stored_arrays(wtype)))
+                encode = partial(_encode, tensor, wtype, self.q4_scale)
                 try:
-                    for rows, hashes in self._write_tensor(fd, tensor, wtype, pool):
-                        done += rows * tensor.spec.k
-                        self.progress(tensor.spec.name, done, total)
+                    for rows, block in _in_order(pool, self.threads, encode, spec.rows, spec.k):
+                        writer.write(block)
+                        done += rows * spec.k
+                        self.progress(spec.name, done, total)
                 except RangeError as error:
-                    faults.append(f"{tensor.spec.name} ({tensor.origin}): {error}")
+                    faults.append(f"{spec.name} ({tensor.origin}): {error}")
                     continue
-                records[tensor.spec.name] = TensorRecord(
-                    wtype=wtype.name if wtype is not None else "f32",
-                    shape=tensor.spec.shape,
+                self.records[spec.name] = TensorRecord(
+                    wtype=_name(wtype),
+                    shape=spec.shape,
                     source=tensor.stored,
-                    exact=_is_exact(tensor, wtype),
-                    sha256={name: digest.hexdigest() for name, digest in hashes.items()},
+                    exact=writer.exact,
+                    sha256=writer.digests(),
                 )
         if faults:
             raise ModelError(self.checkpoint.where, faults)
-        return records
-
-    def _write_tensor(
-        self, fd: int, tensor: SourceTensor, wtype: WType | None, pool: ThreadPoolExecutor
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Write a tensor by blocks of rows; yields the rows written and the hashes so far."""
-        spec = tensor.spec
-        step = max(1, _BLOCK // spec.k)
-        names = list(spec.stored_arrays(wtype))
-        offsets = [self.layout.offsets[name] for name in names]
-        hashes: dict[str, Any] = {name: hashlib.sha256() for name in names}
-        pending: deque[tuple[int, Future[tuple[npt.NDArray[Any], ...]]]] = deque()
-
-        def finish() -> int:
-            rows, future = pending.popleft()
-            for i, (name, array) in enumerate(zip(names, future.result(), strict=True)):
-                data = memoryview(np.ascontiguousarray(array)).cast("B")
-                hashes[name].update(data)
-                _write_at(fd, offsets[i], data)
-                offsets[i] += len(data)
-            return rows
-
-        try:
-            for begin in range(0, spec.rows, step):
-                end = min(begin + step, spec.rows)
-                pending.append((end - begin, pool.submit(_encode, tensor, wtype, self.q4_scale, begin, end)))
-                if len(pending) > self.threads:
-                    yield finish(), hashes
-            while pending:
-                yield finish(), hashes
-        finally:
-            for _, future in pending:
-                future.cancel()
 
     def notes(self) -> list[str]:
-        """What was rounded against expectation: requantised blocks, rows that do not divide into groups."""
-        notes = []
+        """What was rounded without being asked for, and what the asked format could not hold."""
         requantised: dict[tuple[str, str], list[str]] = {}
-        for tensor, (spec, wtype) in zip(self.checkpoint.tensors, self.wtypes, strict=True):
-            name = wtype.name if wtype is not None else "f32"
-            if tensor.stored.startswith(("Q", "I", "T", "M", "N")) and not _is_exact(tensor, wtype):
-                requantised.setdefault((tensor.stored, name), []).append(spec.name)
-        for (stored, name), tensors in requantised.items():
-            notes.append(f"requantised from {stored} to {name}: {summarise(tensors)}")
-        odd = [spec.name for spec, _ in self.wtypes if spec.role in ("matrix", "table") and spec.k % GROUP]
-        wanted = {self.wtype, self.head_wtype} - {WType.bf16}
-        if odd and wanted:
+        rounded: dict[str, list[str]] = {}
+        for tensor in self.checkpoint.tensors:
+            record = self.records[tensor.spec.name]
+            if record.exact:
+                continue
+            if tensor.blocks:
+                requantised.setdefault((record.source, record.wtype), []).append(tensor.spec.name)
+            elif record.wtype == WType.bf16.name:
+                rounded.setdefault(record.source, []).append(tensor.spec.name)
+        notes = [
+            f"requantised from {source} to {wtype}: {summarise(names)}"
+            for (source, wtype), names in requantised.items()
+        ]
+        notes += [f"rounded from {source} to bf16: {summarise(names)}" for source, names in rounded.items()]
+        wanted = {"matrix": self.wtype, "table": self.head_wtype}
+        odd = [spec.name for spec, stored in self.wtypes if wanted.get(spec.role, stored) != stored]
+        if odd:
             notes.append(f"kept in bf16, their rows being no multiple of {GROUP} weights: {summarise(odd)}")
         return notes
 
 
-def _encode(
-    tensor: SourceTensor, wtype: WType | None, q4_scale: str, begin: int, end: int
-) -> tuple[npt.NDArray[Any], ...]:
-    """The stored arrays of rows ``begin`` to ``end``."""
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive rows of a tensor as stored."""
+
+    arrays: tuple[npt.NDArray[Any], ...]  # in the order of TensorSpec.stored_arrays
+    exact: bool  # the arrays hold the source's values, none of them rounded
+
+
+def _encode(tensor: SourceTensor, wtype: WType | None, q4_scale: str, begin: int, end: int) -> _Block:
     if tensor.packed is not None and tensor.packed_wtype == wtype:
         codes, scale = tensor.packed(begin, end)
         if ((scale & 0x7C00) == 0x7C00).any():
             raise RangeError("a scale is NaN or infinite")
-        return codes, scale
+        return _Block((codes, scale), True)
     values = tensor.read(begin, end)
     if wtype is None:
-        if not np.isfinite(values).all():
-            raise RangeError("a weight is NaN or infinite")
-        return (values,)
+        check_finite(values)
+        return _Block((values,), not tensor.blocks)
     codes, scales = quantize_rows(values, wtype, q4_scale)
-    return (codes,) if scales is None else (codes, scales)
+    if scales is not None:
+        return _Block((codes, scales), False)
+    return _Block((codes,), not tensor.blocks and not (values.view(np.uint32) & 0xFFFF).any())
 
 
-def _is_exact(tensor: SourceTensor, wtype: WType | None) -> bool:
-    if wtype is None:
-        return tensor.packed is None
-    return tensor.packed_wtype == wtype or (wtype == WType.bf16 and tensor.stored == "BF16")
+def _in_order(
+    pool: ThreadPoolExecutor, ahead: int, encode: Callable[[int, int], _Block], rows: int, k: int
+) -> Iterator[tuple[int, _Block]]:
+    """Blocks of rows in order, each with its number of rows, at most ``ahead`` + 1 of them in memory."""
+    step = max(1, _BLOCK // k)
+    pending: deque[tuple[int, Future[_Block]]] = deque()
+    try:
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            pending.append((end - begin, pool.submit(encode, begin, end)))
+            if len(pending) > ahead:
+                count, future = pending.popleft()
+                yield count, future.result()
+        while pending:
+            count, future = pending.popleft()
+            yield count, future.result()
+    finally:
+        for _, future in pending:
+            future.cancel()
+
+
+class _TensorWriter:
+    """Puts the arrays of one tensor at their places, hashing them on the way."""
+
+    def __init__(self, fd: int, offsets: dict[str, int], names: list[str]) -> None:
+        self._fd = fd
+        self._at = [offsets[name] for name in names]
+        self._hashes = {name: hashlib.sha256() for name in names}
+        self.exact = True
+
+    def write(self, block: _Block) -> None:
+        self.exact = self.exact and block.exact
+        for i, (digest, array) in enumerate(zip(self._hashes.values(), block.arrays, strict=True)):
+            data = np.ascontiguousarray(array).view(np.uint8).data.cast("B")
+            digest.update(data)
+            write_at(self._fd, self._at[i], data)
+            self._at[i] += len(data)
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+
+
+def _name(wtype: WType | None) -> str:
+    return "f32" if wtype is None else wtype.name
 
 
 def summarise(names: list[str]) -> str:
@@ -372,114 +298,7 @@ def _ranges(numbers: list[int]) -> str:
     return text if len(runs) == 1 else f"[{text}]"
 
 
-# -- files -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _hashing(files: list[Path]) -> Iterator[Callable[[], tuple[FileRecord, ...]]]:
-    """Hash the source files in a thread of its own while the body converts; the yielded function waits for it."""
-    stop = threading.Event()
-
-    def work() -> tuple[FileRecord, ...]:
-        records = []
-        for path in files:
-            digest, size = hashlib.sha256(), 0
-            with path.open("rb", buffering=0) as file:
-                while chunk := file.read(2**20):
-                    if stop.is_set():
-                        return ()
-                    digest.update(chunk)
-                    size += len(chunk)
-            records.append(FileRecord(path.name, size, digest.hexdigest()))
-        return tuple(records)
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
-        try:
-            yield future.result
-        finally:
-            stop.set()
-
-
-def _write_at(fd: int, offset: int, data: memoryview) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _check_destination(source: Path, target: Path, force: bool) -> None:
-    resolved = target.resolve()
-    if source.exists() and (resolved == source.resolve() or resolved in source.resolve().parents):
-        raise UsageError(f"{target}: the destination may not be the source, nor a folder that holds it")
-    if not target.name or re.search(r"\.partial-\d+$", target.name):
-        raise UsageError(f"{target}: choose another name for the destination")
-    if (target.exists() or target.is_symlink()) and not force:
-        raise UsageError(f"{target}: exists; choose another destination, or replace it with --force")
-    if (
-        target.exists()
-        and not (target / MANIFEST_FILE).is_file()
-        and (not target.is_dir() or any(target.iterdir()))
-    ):
-        raise UsageError(f"{target}: exists and is not a kestrel folder, so --force does not replace it")
-    if not resolved.parent.is_dir():
-        raise UsageError(f"{resolved.parent}: no such folder")
-    if not os.access(resolved.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{resolved.parent}: may not be written")
-
-
-def _check_disk(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.resolve().parent).free
-    if needed > free:
-        raise KestrelError(
-            f"{target}: needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
-        )
-
-
-def _put_in_place(partial: Path, target: Path, force: bool) -> None:
-    """Rename the finished folder; an old one is swapped out in one step and then deleted."""
-    if force and target.exists():
-        _exchange(partial, target)
-        _sync_folder(target.resolve().parent)
-        shutil.rmtree(partial)
-        return
-    try:
-        partial.rename(target)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise UsageError(
-                f"{target}: was made by something else meanwhile; nothing was replaced"
-            ) from None
-        raise
-    _sync_folder(target.resolve().parent)
-
-
-def _exchange(a: Path, b: Path) -> None:
-    """Swap two folders atomically (Linux renameat2, which Python does not offer)."""
-    at_fdcwd, rename_exchange = -100, 2
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        raise KestrelError(f"{b}: this system cannot replace a folder atomically; delete it first")
-    if libc.renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), rename_exchange):
-        code = ctypes.get_errno()
-        raise KestrelError(f"{b}: cannot be replaced atomically ({os.strerror(code)}); delete it first")
-
-
-# -- command ---------------------------------------------------------------------------------------------------
+# -- command -----------------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -490,7 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     names = [wtype.name for wtype in WType]
     parser.add_argument(
-        "source", metavar="SRC", help="folder with config.json, GGUF file, or cached org/model"
+        "source", metavar="SRC", help="Hugging Face folder, GGUF file, or org/model in the cache"
     )
     parser.add_argument("destination", metavar="DST", help="folder to make")
     parser.add_argument(
@@ -499,7 +318,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--head-wtype",
         choices=names,
-        help="format of embedding and head (q8local with q4local, else as --wtype)",
+        help="format of embedding and head (q8local with q4local, else --wtype)",
     )
     parser.add_argument(
         "--q4-scale",

@@ -36,8 +36,8 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": _Architecture("qwen3_moe", "qwen3_moe", None, 4, 32768, None, None, "switched"),
 }
 
-# Read by nothing here because inference does not depend on them: training, storage, generation defaults (those that
-# matter come from generation_config.json), library bookkeeping.
+# Not read, because the mathematics does not depend on them: training, storage, generation defaults (those
+# that matter come from generation_config.json), bookkeeping of libraries.
 _HARMLESS = frozenset(
     [
         "_attn_implementation",
@@ -46,7 +46,6 @@ _HARMLESS = frozenset(
         "architectures",
         "attention_dropout",
         "attn_implementation",
-        "auto_map",
         "bad_words_ids",
         "begin_suppress_tokens",
         "chunk_size_feed_forward",
@@ -64,6 +63,7 @@ _HARMLESS = frozenset(
         "hidden_dropout",
         "id2label",
         "initializer_range",
+        "is_llama_config",
         "label2id",
         "length_penalty",
         "max_length",
@@ -87,7 +87,6 @@ _HARMLESS = frozenset(
         "return_dict_in_generate",
         "router_aux_loss_coef",
         "router_jitter_noise",
-        "rope_interleaved",
         "sep_token_id",
         "suppress_tokens",
         "task_specific_params",
@@ -99,15 +98,15 @@ _HARMLESS = frozenset(
         "top_p",
         "torch_dtype",
         "torchscript",
+        "transformers.js_config",
         "transformers_version",
         "typical_p",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
         "use_cache",
-        "use_mrope",
     ]
-) - {"rope_interleaved", "use_mrope"}
+)
 
 # Features that kestrel does not compute, with the values that switch them off.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -130,6 +129,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "residual_multiplier": (1, 1.0, None),
     "embedding_multiplier": (1, 1.0, None),
+    "auto_map": ({}, None),
     "is_encoder_decoder": (False, None),
     "is_decoder": (False, True, None),
     "add_cross_attention": (False, None),
@@ -170,8 +170,8 @@ def parse_hf_config(
 ) -> ModelConfig:
     """The ``ModelConfig`` of a config.json.
 
-    ``q_rows`` and ``kv_rows`` are the output sizes of the checkpoint's first q_proj and k_proj, where known: they
-    decide ``head_dim`` and ``num_key_value_heads`` when the config does not name them.
+    ``q_rows`` and ``kv_rows`` are the output sizes of the checkpoint's first q_proj and k_proj, where known:
+    they decide ``head_dim`` and ``num_key_value_heads`` when the config does not name them.
 
     Raises ``ModelError`` with every key that is missing, malformed or not supported.
     """
@@ -190,7 +190,7 @@ class _Parser:
         self.read: set[str] = set()
         self.faults: list[str] = []
 
-    # -- typed reading -----------------------------------------------------------------------------------------
+    # -- typed reading -------------------------------------------------------------------------------------
 
     def _get(
         self, key: str, default: Any, check: Callable[[Any], bool], kind: str, required: bool = False
@@ -218,7 +218,7 @@ class _Parser:
     def _bool(self, key: str, default: bool) -> bool:
         return bool(self._get(key, default, lambda v: type(v) is bool, "true or false"))
 
-    # -- the config --------------------------------------------------------------------------------------------
+    # -- the config ----------------------------------------------------------------------------------------
 
     def parse(self, q_rows: int | None, kv_rows: int | None) -> ModelConfig | None:
         architecture = self._architecture()
@@ -363,7 +363,7 @@ class _Parser:
             self.faults.append(f"eos_token_id must be an integer or a list, not {self.raw['eos_token_id']!r}")
         return ids or ()
 
-    # -- RoPE --------------------------------------------------------------------------------------------------
+    # -- RoPE ----------------------------------------------------------------------------------------------
 
     def _rope(self, max_position: int) -> RopeConfig:
         self.read |= {"rope_scaling", "rope_parameters", "rope_theta", "original_max_position_embeddings"}
@@ -464,7 +464,7 @@ class _Parser:
             return default
         return float(value)
 
-    # -- everything else ---------------------------------------------------------------------------------------
+    # -- everything else -----------------------------------------------------------------------------------
 
     def _check_rest(self) -> None:
         for key, value in self.raw.items():
@@ -478,7 +478,7 @@ class _Parser:
 
 
 def token_ids(value: object) -> tuple[int, ...] | None:
-    """The ids of an ``eos_token_id`` value (null, an integer, or a list), in order; ``None`` when malformed."""
+    """The ids of an ``eos_token_id`` value (null, an integer, a list), in order; ``None`` when malformed."""
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]

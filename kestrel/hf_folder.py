@@ -128,7 +128,7 @@ def _with_generation_eos(
     return {**raw, "eos_token_id": list(dict.fromkeys([*own, *extra]))}
 
 
-# -- shards ----------------------------------------------------------------------------------------------------
+# -- shards ------------------------------------------------------------------------------------------------
 
 
 def _read_shards(
@@ -219,7 +219,7 @@ class _OpenFiles:
         self._files.clear()
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------
 
 
 def _rows(tensors: dict[str, TensorEntry], name: str) -> int | None:
@@ -234,7 +234,7 @@ def _match(
     files: _OpenFiles,
     faults: list[str],
 ) -> list[SourceTensor]:
-    """Every tensor that the model needs, with faults for those missing, misshapen, of a wrong type, or unknown."""
+    """Every tensor that the model needs; faults for those missing, misshapen, of a wrong type, or unknown."""
     used: set[str] = set()
     sources = []
     missing: list[str] = []
@@ -301,7 +301,8 @@ def _source(
     headers: dict[str, SafetensorsHeader],
     files: _OpenFiles,
 ) -> SourceTensor | None:
-    segments, stored = [], {}
+    segments: list[Segment] = []
+    stored: dict[str, None] = {}
     for name, shape, first, rows in parts:
         entry = tensors.get(name)
         if entry is None or entry.shape != shape or entry.dtype not in FLOAT_DTYPES:

@@ -1,4 +1,7 @@
-"""From float weights to the formats of contract section 1, and back. Works on blocks of rows; rows are independent."""
+"""From float weights to the formats of contract section 1, and back.
+
+Every function takes blocks of rows: rows are independent, and blocks bound the memory.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,16 @@ class RangeError(ValueError):
     """A weight that is not finite, or too large for the format."""
 
 
+def check_finite(x: F32) -> None:
+    """Raise ``RangeError`` when ``x`` holds a NaN or an infinity."""
+    bad = np.count_nonzero(~np.isfinite(x))
+    if bad:
+        raise RangeError(f"{bad} weight{'s are' if bad > 1 else ' is'} NaN or infinite")
+
+
 def to_bf16(x: F32) -> npt.NDArray[np.uint16]:
     """bf16 bits, rounded to nearest even, of f32[..., K]."""
-    _check_finite(x)
+    check_finite(x)
     with np.errstate(over="ignore"):
         rounded = x.astype(ml_dtypes.bfloat16)
     bits = rounded.view(np.uint16)
@@ -93,11 +103,8 @@ def quantize(x: F32, wtype: WType, q4_scale: str = DEFAULT_Q4_SCALE) -> QuantTen
 
 def dequantize(tensor: QuantTensor) -> F32:
     """f32[..., N, K]: the values that the codes stand for, one rounded product each."""
-    return (
-        dequantize_rows(tensor.wtype, tensor.codes, tensor.scale).reshape(*tensor.codes.shape[:-2], -1)
-        if (tensor.wtype != WType.bf16)
-        else dequantize_rows(tensor.wtype, tensor.codes, None)
-    )
+    values = dequantize_rows(tensor.wtype, tensor.codes, tensor.scale)
+    return values if tensor.wtype == WType.bf16 else values.reshape(*tensor.codes.shape[:-2], -1)
 
 
 def dequantize_rows(wtype: WType, codes: Codes, scale: Scales | None) -> F32:
@@ -106,20 +113,14 @@ def dequantize_rows(wtype: WType, codes: Codes, scale: Scales | None) -> F32:
         return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
     assert scale is not None
     if wtype == WType.q4local:
-        codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1).astype(
-            np.int8
-        ) - np.int8(8)
+        codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
+        codes = codes.astype(np.int8) - np.int8(8)
     return codes.astype(np.float32) * scale.view(np.float16).astype(np.float32)[..., None]
 
 
 def _groups(x: F32) -> F32:
-    _check_finite(x)
+    check_finite(x)
     return x.reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
-
-
-def _check_finite(x: F32) -> None:
-    if not np.isfinite(x).all():
-        raise RangeError(f"{np.count_nonzero(~np.isfinite(x))} weights are NaN or infinite")
 
 
 def _extreme(groups: F32) -> F32:
@@ -131,7 +132,7 @@ def _extreme(groups: F32) -> F32:
 def _f16_scale(scale: F32) -> npt.NDArray[np.float16]:
     if np.abs(scale).max(initial=0) > F16_MAX:
         raise RangeError("weight too large for an f16 scale")
-    return scale.astype(np.float16)
+    return scale.astype(np.float16) + np.float16(0)  # a group of zeros has scale +0, not -0
 
 
 def _inverse(scale: npt.NDArray[np.float16]) -> F32:

@@ -1,8 +1,8 @@
 """Rotary frequencies of a model, contract section 5.
 
 The powers and logarithms are taken in decimal arithmetic with far more digits than a double holds and rounded
-once, so the frequencies are the same on every machine whatever its C library; the scaling rules are then plain
-f64 ``+ - * /`` and the result is rounded to f32 once.
+once, so the frequencies are the same on every machine whatever its C library; the scaling rules are then
+plain f64 ``+ - * /`` and the result is rounded to f32 once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A checked view of a safetensors file: its header against its bytes, and reading without mapping.
 
-The safetensors package stops at the first fault and maps the whole file; converting needs every fault at once and
-resident memory that does not grow with the file.
+The safetensors package stops at the first fault and maps the whole file; converting needs every fault at once
+and resident memory that does not grow with the file.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kestrel.errors import ModelError
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
 
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-    "C64": 64,
+_BITS = {  # of one element
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "BOOL": 8, "U8": 8,
+    "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64,
+    "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
 FLOAT_DTYPES: dict[str, npt.DTypeLike] = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
@@ -98,12 +98,12 @@ def read_header(path: Path) -> SafetensorsHeader:
 def _wrong_start(start: bytes, length: int, size: int) -> str:
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
-    if start.startswith(b"PK") or start.startswith(b"\x80"):
+    if start.startswith((b"PK", b"\x80")):
         return "not a safetensors file but a pickled PyTorch checkpoint: save it as safetensors first"
     if start.startswith(b"GGUF"):
         return "not a safetensors file but GGUF: name it as the source by itself"
     if length > MAX_HEADER:
-        return f"not a safetensors file, or damaged: header length {length} exceeds the limit of {MAX_HEADER} bytes"
+        return f"not a safetensors file, or damaged: header length {length} exceeds {MAX_HEADER} bytes"
     return f"truncated or damaged: header length {length} in a file of {size} bytes"
 
 
@@ -180,7 +180,7 @@ def read_rows(file: BinaryIO, entry: TensorEntry, begin: int, end: int) -> npt.N
 
 def read_exactly(file: BinaryIO, offset: int, array: npt.NDArray[Any]) -> None:
     """Fill ``array`` from ``offset``. Raises ``ModelError`` when the file has become shorter meanwhile."""
-    view = memoryview(array.view(np.uint8).reshape(-1))
+    view = array.view(np.uint8).data.cast("B")
     while view:
         count = os.preadv(file.fileno(), [view], offset)
         if not count:

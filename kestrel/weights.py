@@ -26,8 +26,9 @@ GROUP = 32  # weights that share a scale, contract section 1
 class QuantTensor:
     """A matrix ``[N, K]``, or a stack ``[E, N, K]``, in one of the formats of contract section 1.
 
-    ``codes`` is u16[..., N, K] (bf16 bits), u8[..., N, G, 16] (q4local) or i8[..., N, G, 32] (q8local); ``scale``
-    is u16[..., N, G] (f16 bits), ``None`` for bf16. Arrays of a loaded model are views of the mapped file.
+    ``codes`` is u16[..., N, K] (bf16 bits), u8[..., N, G, 16] (q4local) or i8[..., N, G, 32] (q8local);
+    ``scale`` is u16[..., N, G] (f16 bits), ``None`` for bf16. Arrays of a loaded model are views of the
+    mapped file.
     """
 
     wtype: WType
@@ -96,7 +97,8 @@ def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
             yield TensorSpec(name + "k_norm", (c.head_dim,), "norm")
         yield TensorSpec(name + "o", (c.hidden_size, c.q_size), "matrix")
         yield TensorSpec(name + "ffn_norm", (c.hidden_size,), "norm")
-        prefix, lead, width = name, (), c.intermediate_size
+        prefix, width = name, c.intermediate_size
+        lead: tuple[int, ...] = ()
         if c.moe is not None and c.is_moe_layer(layer):
             yield TensorSpec(name + "router", (c.moe.num_experts, c.hidden_size), "router")
             prefix, lead, width = name + "experts.", (c.moe.num_experts,), c.moe.intermediate_size
@@ -122,8 +124,8 @@ def stored_wtype(spec: TensorSpec, wtype: WType, head_wtype: WType) -> WType | N
 def load_model_folder(path: Path | str) -> tuple[ModelConfig, Weights]:
     """The config and weights of a kestrel folder, as read-only views of the mapped file.
 
-    Reads the manifest and the header only; the weights come from disk when they are first used. A tied model has
-    no ``head``. Raises ``ModelError`` listing every fault.
+    Reads the manifest and the header only; the weights come from disk when they are first used. A tied model
+    has no ``head``. Raises ``ModelError`` listing every fault.
     """
     folder = Path(path)
     check_is_kestrel_folder(folder)
