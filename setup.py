@@ -29,7 +29,8 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # GCC's own AVX-512 headers read the registers they leave undefined on purpose, and warn about it.
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-maybe-uninitialized"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 ISA_FLAGS = {
     "_avx2.cpp": AVX2,
     "_avx512.cpp": AVX512,

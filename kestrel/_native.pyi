@@ -8,8 +8,8 @@ class Program:
     """Ops with their arguments, checked once and run many times.
 
     ``ops`` are (registry name, bytes of the argument struct); pointers in them must stay valid while the
-    program runs. Raises ValueError for an unknown op, arguments of the wrong size, threads outside 1..1024, or
-    an ISA level that this CPU lacks.
+    program runs. Raises ValueError for an unknown op, arguments of the wrong size, threads outside 1..1024,
+    or an ISA level that this CPU lacks.
     """
 
     def __init__(self, ops: Sequence[tuple[str, bytes]], threads: int, isa: str) -> None: ...
@@ -17,8 +17,8 @@ class Program:
         """Run ops ``begin`` to ``end`` (exclusive) and return when they are done; the GIL is released.
 
         Runs of a process take turns. On the main thread Python's signals are looked at about every 50 ms, so
-        that Ctrl-C raises KeyboardInterrupt after the op in progress. Raises IndexError for a range outside the
-        program.
+        that Ctrl-C raises KeyboardInterrupt after the op in progress. Raises IndexError for a range outside
+        the program.
         """
 
     def __len__(self) -> int: ...
@@ -56,6 +56,17 @@ def read_bandwidth(nbytes: int, threads: int) -> float:
 def exp_f64(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """exp in a fixed sequence of double operations: equal bits whatever the machine's math library."""
 
-def expf_ucrt(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...
-def cosf_ucrt(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...
-def sinf_ucrt(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...
+# ``form`` is an ISA level, or "scalar_fma": the scalar source with the fma instruction. All give equal bits.
+def expf_ucrt(x: npt.NDArray[np.float32], form: str = ...) -> npt.NDArray[np.float32]: ...
+def cosf_ucrt(x: npt.NDArray[np.float32], form: str = ...) -> npt.NDArray[np.float32]: ...
+def sinf_ucrt(x: npt.NDArray[np.float32], form: str = ...) -> npt.NDArray[np.float32]: ...
+
+class UcrtSweep(TypedDict):
+    inputs: int
+    different: int  # inputs where forms a and b differ
+    first: int  # bits of the lowest such input
+    nan_faults: int  # inputs where a breaks the NaN rule
+    order_faults: int  # neighbouring inputs where a falls
+
+def ucrt_sweep(function: str, a: str, b: str, step: int = 1, threads: int = 1) -> UcrtSweep:
+    """Compare two forms of "expf", "cosf" or "sinf" on every ``step``-th of the 2**32 float32 inputs."""

@@ -1,17 +1,10 @@
 // attention, contract section 7, as it is written there: one row and head at a time, one position after the other.
-#include "../kernels/ucrt.cuh"
+#include "attention.h"
+
 #include "ops.h"
 
 namespace kestrel {
 namespace {
-
-constexpr int kChunk = 256;  // positions
-
-// The running maximum, sum and weighted values of a range of positions.
-struct State {
-    float m, l;
-    float *acc;  // f32[hd]
-};
 
 void quantize_query(const float *q, int hd, signed char *q8, float *qd) {
     unsigned amax = 0;
@@ -25,7 +18,7 @@ void quantize_query(const float *q, int hd, signed char *q8, float *qd) {
 }
 
 void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64_t slot0, int count, int kv_head,
-                  State *state) {
+                  AttentionState *state) {
     const int hd = a.hd;
     float *acc = state->acc;
     float m = f32_from_bits(0xff800000u), l = 0.0f;
@@ -51,15 +44,6 @@ void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64
     state->l = l;
 }
 
-// left = left merged with right, which follows it.
-void merge(State *left, const State &right, int hd) {
-    const float m = right.m > left->m ? right.m : left->m;
-    const float a = expf_ucrt(left->m - m), b = expf_ucrt(right.m - m);
-    left->l = fma_f32(right.l, b, left->l * a);
-    for (int i = 0; i < hd; i++) left->acc[i] = fma_f32(right.acc[i], b, left->acc[i] * a);
-    left->m = m;
-}
-
 }  // namespace
 
 void attention_scalar(const void *args, ThreadContext &context) {
@@ -67,7 +51,7 @@ void attention_scalar(const void *args, ThreadContext &context) {
     const int hd = a.hd, heads_per_kv = a.nh / a.nkv;
     float *memory = static_cast<float *>(context.scratch(2 * sizeof(float) * hd + hd));
     auto *q8 = reinterpret_cast<signed char *>(memory + 2 * hd);
-    State total{0, 0, memory}, chunk{0, 0, memory + hd};
+    AttentionState total{0, 0, memory}, chunk{0, 0, memory + hd};
     const int64_t items = static_cast<int64_t>(a.M) * a.nh;
     for (int64_t item = context.next_chunk(); item < items; item = context.next_chunk()) {
         const int64_t m = item / a.nh;
@@ -76,11 +60,11 @@ void attention_scalar(const void *args, ThreadContext &context) {
         quantize_query(a.q + m * a.ld + static_cast<int64_t>(h) * hd, hd, q8, &qd);
         const float qs = qd * a.qscale;
         const int positions = a.pos[m] + 1;
-        for (int begin = 0; begin < positions; begin += kChunk) {
-            const int count = positions - begin < kChunk ? positions - begin : kChunk;
+        for (int begin = 0; begin < positions; begin += kAttentionChunk) {
+            const int count = positions - begin < kAttentionChunk ? positions - begin : kAttentionChunk;
             attend_chunk(a, q8, qs, static_cast<int64_t>(a.base[m]) + begin, count, kv_head,
                          begin == 0 ? &total : &chunk);
-            if (begin > 0) merge(&total, chunk, hd);
+            if (begin > 0) merge_attention(&total, chunk, hd);
         }
         float *out = a.out + (m * a.nh + h) * hd;
         for (int i = 0; i < hd; i++) out[i] = total.acc[i] / total.l;

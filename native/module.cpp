@@ -97,6 +97,37 @@ Array<T> map_array(const Array<T> &x, void (*function)(const T *, T *, size_t)) 
     return y;
 }
 
+UcrtArrayFunction ucrt_function(const std::string &function, const std::string &form) {
+    const UcrtForm *forms = nullptr;
+    if (form == "scalar") forms = &ucrt_form_scalar;
+    if (form == "scalar_fma" && isa_usable(Isa::avx2)) forms = &ucrt_form_scalar_fma;
+    if (form == "avx2" && isa_usable(Isa::avx2)) forms = &ucrt_form_avx2;
+    if (form == "avx512" && isa_usable(Isa::avx512)) forms = &ucrt_form_avx512;
+    if (forms == nullptr) throw py::value_error("no form '" + form + "' of the UCRT functions on this CPU");
+    if (function == "expf") return forms->expf;
+    if (function == "cosf") return forms->cosf;
+    if (function == "sinf") return forms->sinf;
+    throw py::value_error("no UCRT function is called '" + function + "': expf, cosf or sinf");
+}
+
+py::dict ucrt_sweep_dict(const std::string &function, const std::string &a, const std::string &b, uint32_t step,
+                         int threads) {
+    if (step < 1 || threads < 1 || threads > 1024) throw py::value_error("step and threads must be at least 1");
+    const UcrtArrayFunction fa = ucrt_function(function, a), fb = ucrt_function(function, b);
+    UcrtSweep sweep;
+    {
+        py::gil_scoped_release release;
+        sweep = ucrt_sweep(fa, fb, function != "expf", step, threads);
+    }
+    py::dict result;
+    result["inputs"] = sweep.inputs;
+    result["different"] = sweep.different;
+    result["first"] = sweep.first;
+    result["nan_faults"] = sweep.nan_faults;
+    result["order_faults"] = sweep.order_faults;
+    return result;
+}
+
 }  // namespace
 }  // namespace kestrel
 
@@ -130,7 +161,13 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("nbytes"), py::arg("threads"));
     m.def("exp_f64", [](const Array<double> &x) { return map_array<double>(x, exp_f64_array); }, py::arg("x").noconvert());
-    m.def("expf_ucrt", [](const Array<float> &x) { return map_array<float>(x, expf_ucrt_array); }, py::arg("x").noconvert());
-    m.def("cosf_ucrt", [](const Array<float> &x) { return map_array<float>(x, cosf_ucrt_array); }, py::arg("x").noconvert());
-    m.def("sinf_ucrt", [](const Array<float> &x) { return map_array<float>(x, sinf_ucrt_array); }, py::arg("x").noconvert());
+    for (const char *function : {"expf", "cosf", "sinf"})
+        m.def(
+            (std::string(function) + "_ucrt").c_str(),
+            [function](const Array<float> &x, const std::string &form) {
+                return map_array<float>(x, ucrt_function(function, form));
+            },
+            py::arg("x").noconvert(), py::arg("form") = isa_available().back());
+    m.def("ucrt_sweep", &ucrt_sweep_dict, py::arg("function"), py::arg("a"), py::arg("b"), py::arg("step") = 1,
+          py::arg("threads") = 1);
 }

@@ -1,12 +1,33 @@
-// expf_ucrt, cosf_ucrt and sinf_ucrt over arrays.
+// expf_ucrt, cosf_ucrt and sinf_ucrt over arrays, and the exhaustive comparison of their forms.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+
+#include "op.h"
 
 namespace kestrel {
 
-void expf_ucrt_array(const float *x, float *y, size_t n);
-void cosf_ucrt_array(const float *x, float *y, size_t n);
-void sinf_ucrt_array(const float *x, float *y, size_t n);
+using UcrtArrayFunction = void (*)(const float *x, float *y, size_t n);
+
+struct UcrtForm {
+    UcrtArrayFunction expf, cosf, sinf;
+};
+
+extern const UcrtForm ucrt_form_scalar;      // fma by library call, where the CPU or the compiler has none
+extern const UcrtForm ucrt_form_scalar_fma;  // the same source with the fma instruction
+extern const UcrtForm ucrt_form_avx2;
+extern const UcrtForm ucrt_form_avx512;
+
+struct UcrtSweep {
+    uint64_t inputs;        // compared
+    uint64_t different;     // inputs where the two forms differ in a bit
+    uint32_t first;         // the lowest such input
+    uint64_t nan_faults;    // NaN inputs (for cosf and sinf infinities too) that did not give 0x7fc00000, or others that did
+    uint64_t order_faults;  // neighbouring inputs whose results of `a` fall; counted for increasing functions
+};
+
+// Compares forms a and b on every `step`-th of the 2^32 inputs with `threads` threads.
+UcrtSweep ucrt_sweep(UcrtArrayFunction a, UcrtArrayFunction b, bool infinities_give_nan, uint32_t step, int threads);
 
 }  // namespace kestrel
