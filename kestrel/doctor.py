@@ -25,7 +25,7 @@ GPU_PACKAGES = (
     "nvidia-cuda-nvrtc-cu12",
     "nvidia-cuda-nvrtc",
 )
-BENCH_BYTES = 1 << 30  # well above any cache
+BENCH_BYTES = 1 << 29  # well above any cache
 FPENV_DEFAULT = {"rounding": "nearest", "flush_to_zero": False, "denormals_are_zero": False}
 
 
@@ -188,7 +188,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     """``name: value`` lines, nested parts indented."""
     lines: list[str] = []
     for name, value in facts.items():
-        label = name.replace("_", " ")
+        label = name if name in PACKAGES or name.isupper() else name.replace("_", " ")
         if isinstance(value, dict):
             lines.append(f"{label}:")
             lines += [f"  {line}" for line in _lines(value)]
