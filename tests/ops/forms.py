@@ -16,8 +16,10 @@ FORMS = [(isa, threads) for isa in _native.isa_available() for threads in (1, 2,
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 128, 255, 256, 257, 1024)
 
 SPECIAL = np.array(
-    [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x00400000]
-    + [0x3F800000, 0xBF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000],
+    [
+        *[0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x00400000],
+        *[0x3F800000, 0xBF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000],
+    ],
     np.uint32,
 ).view(np.float32)
 
@@ -25,7 +27,7 @@ SPECIAL = np.array(
 def check_forms(name: str, outputs: dict[str, npt.NDArray[Any]], **values: Any) -> None:
     """Run op ``name`` in every form and compare with ``outputs``, the expected contents of its output arrays.
 
-    An output that is also given in ``values`` holds the op's input (in place); otherwise it starts as 0xa5 bytes.
+    An output that is also in ``values`` holds the op's input (in place); otherwise it starts as 0xa5 bytes.
     NaNs are compared as NaNs: their payload is the hardware's, and hashes canonicalise it.
     """
     for isa, threads in FORMS:
@@ -50,7 +52,7 @@ def normal(shape: Any, seed: int = 0, scale: float = 1.0) -> npt.NDArray[np.floa
 
 
 def sprinkle(x: npt.NDArray[np.float32], seed: int = 1, share: float = 0.05) -> npt.NDArray[np.float32]:
-    """``x`` with some elements replaced by special values: subnormals, signed zeros, extremes, infinities, NaNs."""
+    """``x`` with some elements replaced: subnormals, signed zeros, extremes, infinities, NaNs."""
     x = x.copy()
     r = rng(seed)
     at = r.random(x.shape) < share

@@ -1,4 +1,4 @@
-"""embed, norms, a8, RoPE, KV rows, add, SwiGLU, expert combination: every form against the restated contract."""
+"""embed, norms, a8, RoPE, KV rows, add, SwiGLU, expert combination: every form against the contract."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_rope(hd: int, M: int, heads: int, factor: float) -> None:
     with np.errstate(all="ignore"):
         rotated = reference.rope(x[:, : heads * hd].reshape(M, heads, hd), pos, inv_freq, factor)
     expected[:, : heads * hd] = rotated.reshape(M, -1)
-    values = dict(pos=pos, inv_freq=inv_freq, M=M, heads=heads, hd=hd, ld=ld, factor=factor)
+    values = {"pos": pos, "inv_freq": inv_freq, "M": M, "heads": heads, "hd": hd, "ld": ld, "factor": factor}
     check_forms("rope", {"x": expected}, x=x, **values)
 
 
 @pytest.mark.parametrize(("nkv", "hd"), [(1, 32), (3, 64), (2, 80), (5, 128), (1, 256)])
 @pytest.mark.parametrize("M", [1, 7, 60])
 def test_kv_append(nkv: int, hd: int, M: int) -> None:
-    """Rows go to slot base + pos and no other slot changes; zero rows, outliers, subnormal rows, NaN and inf rows."""
+    """Rows go to slot base + pos, no other slot changes; zeros, outliers, subnormals, NaN and inf rows."""
     ld, slots = 2 * nkv * hd + 8, 80
     rows = normal((M, ld))
     rows[0, :hd] = 0
@@ -140,7 +140,7 @@ def test_kv_append(nkv: int, hd: int, M: int) -> None:
     for part, source in (("k", k), ("v", v)):
         codes, scale = reference.quantise(np.ascontiguousarray(source[:, : nkv * hd]).reshape(M, nkv, hd))
         expected[part + "q"][slot], expected[part + "s"][slot] = codes, scale
-    values = dict(k=k, v=v, pos=slot - base, base=base, M=M, nkv=nkv, hd=hd, ld=ld)
+    values = {"k": k, "v": v, "pos": slot - base, "base": base, "M": M, "nkv": nkv, "hd": hd, "ld": ld}
     check_forms("kv_append", expected, **values, **before)
 
 

@@ -13,8 +13,8 @@ F32 = npt.NDArray[np.float32]
 def fma(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> Any:
     """``a * b + c`` of float32 values with one rounding, elementwise.
 
-    The product is exact in float64. The sum is rounded to odd there (an inexact result gets an odd last bit), after
-    which rounding to float32 is as if from the exact value, since float64 has more than twice its digits.
+    The product is exact in float64. The sum is rounded to odd there (an inexact result gets an odd last bit),
+    after which rounding to float32 is as if from the exact value: float64 has more than twice its digits.
     """
     product = np.multiply(a, b, dtype=np.float64)
     addend = np.asarray(c, np.float64)
