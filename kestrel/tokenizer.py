@@ -41,7 +41,7 @@ class Tokenizer:
 
     ``eos_ids`` are all ids that end a text (those of the generation settings, then that of ``eos_token``),
     ``bos_id`` is the id of ``bos_token`` or ``None``, ``special_tokens`` the texts of the tokens that
-    ``decode`` skips, ``chat_templates`` the templates by name, and ``vocab_size`` one more than the highest id.
+    ``decode`` skips, ``chat_templates`` the templates by name, ``vocab_size`` one more than the highest id.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class _Loader:
             value = json.loads(self.files[name].decode("utf-8"))
         except UnicodeDecodeError as error:
             self.faults.append(f"{name} is not UTF-8 at byte {error.start}")
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
             self.faults.append(f"{name} is not JSON: {error}")
         else:
             if isinstance(value, dict):
@@ -360,7 +360,7 @@ class _Loader:
             if name in names and backend.token_to_id(names[name]) is None:
                 self.faults.append(f"{name} {names[name]!r} is not in the vocabulary")
         for i in eos_ids:
-            if i < 0 or backend.id_to_token(i) is None:
+            if not 0 <= i < 1 << 32 or backend.id_to_token(i) is None:
                 self.faults.append(f"eos_token_id {i} is not in the vocabulary")
         eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
         return list(dict.fromkeys([*eos_ids, *([] if eos is None else [eos])]))
@@ -371,4 +371,5 @@ def _is_named_template(item: object) -> bool:
 
 
 def _is_added_token(key: str, token: object) -> bool:
-    return key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+    is_id = key.isascii() and key.isdecimal() and len(key) <= 10
+    return is_id and isinstance(token, dict) and isinstance(token.get("content"), str)
