@@ -21,26 +21,28 @@ from tests.support.models import AWKWARD, tiny_config
 FAMILIES: list[Family] = ["llama", "qwen3", "qwen3_moe"]
 LEVELS = _native.isa_available()
 LENGTH = 262  # two attention chunks, and no multiple of 7
+SHORT = 19
 
 
 @lru_cache(maxsize=64)
-def reference(family: Family, wtype: WType, awkward: str = "") -> Run:
+def reference(family: Family, wtype: WType, length: int, awkward: str = "") -> Run:
     """Scalar, one thread, token by token."""
-    config, length = _config(family, awkward)
+    config = _config(family, awkward)
     model = make_model(config, backend=CpuBackend(threads=1, isa="scalar"), wtype=wtype)
     return run_tokens(model, random_ids(length, config.vocab_size), chunk=1, taps="extended")
 
 
-def _config(family: Family, awkward: str) -> tuple[ModelConfig, int]:
-    if awkward:
-        return tiny_config(AWKWARD[awkward][0], **AWKWARD[awkward][1]), 19
-    return tiny_config(family), LENGTH
+def _config(family: Family, awkward: str) -> ModelConfig:
+    return tiny_config(family, **AWKWARD[awkward][1]) if awkward else tiny_config(family)
 
 
-def _run(family: Family, wtype: WType, isa: str, threads: int, chunk: int | None, awkward: str = "") -> Run:
-    config, length = _config(family, awkward)
+def check(
+    family: Family, wtype: WType, length: int, isa: str, threads: int, chunk: int | None, awkward: str = ""
+) -> None:
+    config = _config(family, awkward)
     model = make_model(config, backend=CpuBackend(threads, isa), max_rows=length, wtype=wtype)
-    return run_tokens(model, random_ids(length, config.vocab_size), chunk=chunk, taps="extended")
+    run = run_tokens(model, random_ids(length, config.vocab_size), chunk=chunk, taps="extended")
+    assert_same_bits(run, reference(family, wtype, length, awkward))
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 256])
@@ -48,7 +50,7 @@ def _run(family: Family, wtype: WType, isa: str, threads: int, chunk: int | None
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_isa_threads_and_chunks(family: Family, isa: str, threads: int, chunk: int | None) -> None:
-    assert_same_bits(_run(family, WType.q4local, isa, threads, chunk), reference(family, WType.q4local))
+    check(family, WType.q4local, LENGTH, isa, threads, chunk)
 
 
 @pytest.mark.parametrize("wtype", [WType.bf16, WType.q8local], ids=lambda w: w.name)
@@ -56,16 +58,15 @@ def test_isa_threads_and_chunks(family: Family, isa: str, threads: int, chunk: i
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weight_formats(family: Family, isa: str, wtype: WType) -> None:
     for threads, chunk in ((1, 1), (2, None), (3, 7)):
-        assert_same_bits(_run(family, wtype, isa, threads, chunk), reference(family, wtype))
+        check(family, wtype, 3 * SHORT, isa, threads, chunk)
 
 
 @pytest.mark.parametrize("wtype", WType, ids=lambda w: w.name)
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("awkward", AWKWARD)
 def test_awkward_shapes(awkward: str, isa: str, wtype: WType) -> None:
-    family = AWKWARD[awkward][0]
     for threads, chunk in ((1, None), (3, 7)):
-        assert_same_bits(_run(family, wtype, isa, threads, chunk, awkward), reference(family, wtype, awkward))
+        check(AWKWARD[awkward][0], wtype, SHORT, isa, threads, chunk, awkward)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -43,7 +43,10 @@ AWKWARD: dict[str, tuple[Family, dict[str, Any]]] = {
         "llama",
         {"hidden": 352, "heads": 11, "kv_heads": 1, "head_dim": 64, "ffn": 416, "vocab": 331},
     ),
-    "llama-gqa5": ("llama", {"hidden": 160, "heads": 5, "kv_heads": 1, "head_dim": 64, "vocab": 301}),
+    "llama-gqa5": (
+        "llama",
+        {"hidden": 160, "heads": 5, "kv_heads": 1, "head_dim": 64, "vocab": 301, "tie": True},
+    ),
     "llama-no-gqa-hd80": (
         "llama",
         {"hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 80, "ffn": 224, "vocab": 299},
