@@ -12,7 +12,7 @@ DEVICE void take_better(float &value, int &index, float other, int other_index) 
 }
 
 // A block per row, grid-stride; blockDim.x a multiple of 32. -1 when any logit of the row is NaN or infinite.
-KERNEL void k_argmax(const ArgmaxArgs a) {
+KERNEL LAUNCH_BOUNDS(1024) void k_argmax(const ArgmaxArgs a) {
     __shared__ float values[32];
     __shared__ int indices[32];
     __shared__ unsigned largest[32];

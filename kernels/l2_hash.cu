@@ -150,7 +150,7 @@ DEVICE void hash_rows(const L2HashArgs &a) {
 }
 
 // A block per row, grid-stride.
-KERNEL void k_l2_hash(const L2HashArgs a) { hash_rows(a); }
+KERNEL LAUNCH_BOUNDS(1024) void k_l2_hash(const L2HashArgs a) { hash_rows(a); }
 
 // Several taps in one launch: tap blockIdx.y. The layout is repeated in kestrel/launch.py.
 struct L2HashManyArgs {
@@ -159,6 +159,6 @@ struct L2HashManyArgs {
     int reserved;
 };
 
-KERNEL void k_l2_hash_many(const L2HashManyArgs a) { hash_rows(a.tap[blockIdx.y]); }
+KERNEL LAUNCH_BOUNDS(1024) void k_l2_hash_many(const L2HashManyArgs a) { hash_rows(a.tap[blockIdx.y]); }
 
 #endif

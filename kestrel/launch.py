@@ -1,7 +1,8 @@
 """Launch geometry: which kernel runs an op, with which grid, block and shared memory.
 
-One table for every backend that runs the kernels under ``kernels/``. Nothing here may change a bit: kernels stride over
-whatever grid they get, and each output element is computed in the contract's order whoever computes it.
+One table for every backend that runs the kernels under ``kernels/``. Nothing here may change a bit: kernels
+stride over whatever grid they get, and each output element is computed in the contract's order whoever
+computes it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def attention_shared_bytes(heads: int, head_dim: int) -> int:
     )
 
 
-# -- one function per op -----------------------------------------------------------------------------------------
+# -- one function per op -----------------------------------------------------------------------------------
 
 
 def _embed(a: Any, t: Tuning) -> list[Launch]:
@@ -231,7 +232,7 @@ _FAST_ATTENTION: dict[str, str] = {}
 
 
 def launches(op: Op, mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
-    """The launches of one op, in order; in ``bitexact`` attention follows the contract and the rest is fast."""
+    """The launches of one op, in order. In ``bitexact`` attention follows the contract, the rest is fast."""
     built = _BUILDERS[op.name](op.args, tuning or Tuning())
     if mode == "l2exact":
         return built
@@ -239,7 +240,7 @@ def launches(op: Op, mode: Mode = "l2exact", tuning: Tuning | None = None) -> li
     return [replace(launch, kernel=names.get(launch.kernel, launch.kernel)) for launch in built]
 
 
-def merge_hashes(ops: Sequence[L2HashArgs], tuning: Tuning | None = None) -> list[Launch]:
+def merge_hashes(ops: Sequence[ctypes.Structure], tuning: Tuning | None = None) -> list[Launch]:
     """Taps that may be hashed at the same time, in as few launches as possible."""
     t = tuning or Tuning()
     found = []

@@ -50,7 +50,7 @@ class SimtProgram:
 
 
 class SimtBackend(CpuBackend):
-    """Runs the device kernels on CPU memory. ``seed`` shuffles the order of blocks and threads (0: in order)."""
+    """Runs the device kernels on CPU memory; ``seed`` shuffles the order of blocks and threads (0: none)."""
 
     name = "simt"
 

@@ -93,7 +93,8 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
 #define __global__
 #define __forceinline__ inline
 #define __restrict__ __restrict
-// One block runs at a time, so shared memory is static; its section is poisoned before each block.
+// One block runs at a time, so shared memory is static; its section is poisoned before each block. Not in a template:
+// g++ ignores the section of a template's static variable (tests/kernels/test_sources.py looks for that).
 #define __shared__ static __attribute__((section("simt_shared")))
 #define __align__(n) alignas(n)
 

@@ -21,18 +21,18 @@ int linear_block() { return (int)((blockIdx.z * gridDim.y + blockIdx.y) * gridDi
 int block_size() { return (int)(blockDim.x * blockDim.y * blockDim.z); }
 
 // out[thread] = in[block_size - 1 - thread], by way of shared memory.
-template <bool BARRIER> void reverse(const SelftestArgs &a) {
+void reverse(const SelftestArgs &a, bool barrier) {
     __shared__ int tile[1024];
     const int i = linear_thread(), n = block_size(), base = linear_block() * n;
     tile[i] = a.in[base + i];
-    if (BARRIER) __syncthreads();
+    if (barrier) __syncthreads();
     a.out[base + i] = tile[n - 1 - i];
 }
 
 }  // namespace
 
-KERNEL void t_reverse(const SelftestArgs a) { reverse<true>(a); }
-KERNEL void t_missing_barrier_fault(const SelftestArgs a) { reverse<false>(a); }
+KERNEL void t_reverse(const SelftestArgs a) { reverse(a, true); }
+KERNEL void t_missing_barrier_fault(const SelftestArgs a) { reverse(a, false); }
 
 // Half of the threads meet another barrier.
 KERNEL void t_divergent_barrier_fault(const SelftestArgs a) {
@@ -91,20 +91,20 @@ KERNEL void t_shuffles(const SelftestArgs a) {
 }
 
 // A value handed from lane to lane through shared memory; without __syncwarp the order of lanes shows.
-template <bool SYNC> static void rotate_in_warp(const SelftestArgs &a) {
+static void rotate_in_warp(const SelftestArgs &a, bool sync) {
     __shared__ int slot[32];
     const int lane = (int)threadIdx.x;
     int v = a.in[lane];
     for (int round = 0; round < a.n; round++) {
         slot[lane] = v;
-        if (SYNC) __syncwarp();
+        if (sync) __syncwarp();
         v = slot[(lane + 1) % 32] + 1;
-        if (SYNC) __syncwarp();
+        if (sync) __syncwarp();
     }
     a.out[lane] = v;
 }
-KERNEL void t_syncwarp(const SelftestArgs a) { rotate_in_warp<true>(a); }
-KERNEL void t_missing_syncwarp_fault(const SelftestArgs a) { rotate_in_warp<false>(a); }
+KERNEL void t_syncwarp(const SelftestArgs a) { rotate_in_warp(a, true); }
+KERNEL void t_missing_syncwarp_fault(const SelftestArgs a) { rotate_in_warp(a, false); }
 
 // Every (block, thread) of a 3-D launch writes its own cell.
 KERNEL void t_grid(const SelftestArgs a) {
@@ -127,17 +127,18 @@ KERNEL void t_atomics(const SelftestArgs a) {
 }
 
 // Copies that are waited for, or not.
-template <bool WAIT> static void copy_through_shared(const SelftestArgs &a) {
+static void copy_through_shared(const SelftestArgs &a, bool wait) {
     DYNAMIC_SHARED(dynamic);
     int *const tile = reinterpret_cast<int *>(dynamic);
     if (threadIdx.x < 8) simt::copy_async(tile + 4 * threadIdx.x, a.in + 4 * threadIdx.x, 16);
-    if (WAIT) simt::copy_wait_all();
+    if (wait) simt::copy_wait_all();
     __syncthreads();
     a.out[threadIdx.x] = tile[threadIdx.x];
-    if (!WAIT) simt::copy_wait_all();
+    __syncthreads();
+    if (!wait) simt::copy_wait_all();
 }
-KERNEL void t_copy_async(const SelftestArgs a) { copy_through_shared<true>(a); }
-KERNEL void t_missing_copy_wait_fault(const SelftestArgs a) { copy_through_shared<false>(a); }
+KERNEL void t_copy_async(const SelftestArgs a) { copy_through_shared(a, true); }
+KERNEL void t_missing_copy_wait_fault(const SelftestArgs a) { copy_through_shared(a, false); }
 
 // Which block runs when: out[ticket] = block.
 KERNEL void t_order(const SelftestArgs a) {
