@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kestrel.cpu import CpuBackend
 from kestrel.ops import OPS, WType
 from tests.oracle import reference as ref
 from tests.oracle.native import a8, run_op
@@ -22,11 +21,6 @@ from tests.oracle.reference import F64, U
 from tests.support.models import random_tensor
 
 F32 = np.float32
-
-
-@pytest.fixture(scope="module")
-def backend() -> CpuBackend:
-    return CpuBackend(threads=2)
 
 
 def assert_close(actual: npt.NDArray[Any], expected: F64, bound: npt.ArrayLike) -> None:
@@ -47,33 +41,33 @@ def normal(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
 # -- the checks ------------------------------------------------------------------------------------
 
 
-def check_embed(backend: CpuBackend) -> None:
+def check_embed() -> None:
     rng = np.random.default_rng(0)
     for wtype in WType:
         table = random_tensor(rng, wtype, 50, 352)
         ids = np.array([[0], [49], [17], [17]], np.int32)
-        out = run_op(backend, "embed", w=table, ids=ids, x=np.zeros((4, 352), F32), M=4)
+        out = run_op("embed", w=table, ids=ids, x=np.zeros((4, 352), F32), M=4)
         expected = ref.dequantise(table.codes, table.scale)[ids[:, 0]]
         assert_close(out["x"], expected, U * np.abs(expected))
 
 
-def check_rms_norm(backend: CpuBackend) -> None:
+def check_rms_norm() -> None:
     rng = np.random.default_rng(1)
     for d, eps in ((96, 1e-6), (352, 1e-5), (419, 0.3)):
         x, w = normal(rng, 5, d) * F32(3), normal(rng, d)
         x[3] *= F32(1e-3)  # a row in which eps matters
-        out = run_op(backend, "rms_norm", x=x, w=w, out=np.zeros_like(x), M=5, d=d, eps=eps)
+        out = run_op("rms_norm", x=x, w=w, out=np.zeros_like(x), M=5, d=d, eps=eps)
         expected = ref.rms_norm(x.astype(np.float64), w.astype(np.float64), float(F32(eps)))
         roundings = (d / 8 + d % 8 + 6) / 2 + 4
         assert_close(out["out"], expected, roundings * U * np.abs(expected))
 
 
-def check_qk_norm(backend: CpuBackend) -> None:
+def check_qk_norm() -> None:
     rng = np.random.default_rng(2)
     for heads, hd in ((5, 32), (3, 80), (7, 96), (2, 256)):
         ld = heads * hd + 48
         x, w = normal(rng, 4, ld), normal(rng, hd)
-        out = run_op(backend, "qk_norm", x=x, w=w, M=4, heads=heads, hd=hd, ld=ld, eps=1e-6)["x"]
+        out = run_op("qk_norm", x=x, w=w, M=4, heads=heads, hd=hd, ld=ld, eps=1e-6)["x"]
         head_rows = x[:, : heads * hd].reshape(4, heads, hd).astype(np.float64)
         expected = ref.rms_norm(head_rows, w.astype(np.float64), float(F32(1e-6)))
         bound = ((hd + 3) / 2 + 4) * U * np.abs(expected)
@@ -81,11 +75,11 @@ def check_qk_norm(backend: CpuBackend) -> None:
         np.testing.assert_array_equal(out[:, heads * hd :], x[:, heads * hd :])
 
 
-def check_quantize_a8(backend: CpuBackend) -> None:
+def check_quantize_a8() -> None:
     rng = np.random.default_rng(3)
     x = normal(rng, 6, 352) * np.exp(normal(rng, 6, 1) * 5)
     x[1, 32:64] = 0
-    form = a8(backend, x)
+    form = a8(x)
     groups = form["xq"].reshape(6, 11, 32).astype(np.int64)
     np.testing.assert_array_equal(form["gsum"], groups.sum(axis=-1))
     d = form["xd"].astype(np.float64)[..., None]
@@ -96,14 +90,14 @@ def check_quantize_a8(backend: CpuBackend) -> None:
     assert np.abs(groups).max(axis=-1)[d[..., 0] > 0].min() == 127
 
 
-def check_matmul(backend: CpuBackend) -> None:
+def check_matmul() -> None:
     rng = np.random.default_rng(4)
     for K in (64, 352, 416, 576):
         x = normal(rng, 3, K)
-        form = a8(backend, x)
+        form = a8(x)
         for wtype in (WType.q4local, WType.q8local, WType.bf16):
             parts = [random_tensor(rng, wtype, n, K, std=K**-0.5) for n in (13, 8, 5)]
-            out = run_op(backend, "matmul", w=parts, x=x, **form, y=np.zeros((3, 26), F32), M=3)["y"]
+            out = run_op("matmul", w=parts, x=x, **form, y=np.zeros((3, 26), F32), M=3)["y"]
             w = np.concatenate([ref.dequantise(part.codes, part.scale) for part in parts])
             expected, bound = _product(wtype, w, x, form)
             assert_close(out, expected, bound)
@@ -123,7 +117,7 @@ def _product(
     return read @ w.T, (K / 256 + 6) * U * np.abs(groups).sum(axis=-1)
 
 
-def check_moe_matmul(backend: CpuBackend) -> None:
+def check_moe_matmul() -> None:
     rng = np.random.default_rng(5)
     M, T, E, K = 3, 2, 5, 416
     ids = np.array([[4, 0], [2, 1], [0, 4]], np.int32)
@@ -131,11 +125,11 @@ def check_moe_matmul(backend: CpuBackend) -> None:
         parts = [random_tensor(rng, wtype, 9, K, std=K**-0.5, experts=E) for _ in range(2)]
         for per_slot in (0, 1):
             x = normal(rng, M * T if per_slot else M, K)
-            form = a8(backend, x)
+            form = a8(x)
             y = np.zeros((M, T, 18), F32)
-            out = run_op(
-                backend, "moe_matmul", w=parts, ids=ids, x=x, **form, y=y, M=M, T=T, E=E, per_slot=per_slot
-            )["y"]
+            out = run_op("moe_matmul", w=parts, ids=ids, x=x, **form, y=y, M=M, T=T, E=E, per_slot=per_slot)[
+                "y"
+            ]
             for m in range(M):
                 for t in range(T):
                     row = m * T + t if per_slot else m
@@ -145,16 +139,14 @@ def check_moe_matmul(backend: CpuBackend) -> None:
                     assert_close(out[m, t][None], expected, bound)
 
 
-def check_rope(backend: CpuBackend) -> None:
+def check_rope() -> None:
     rng = np.random.default_rng(6)
     for hd, factor in ((32, 1.0), (80, 1.0), (128, 1.3), (256, 1.0)):
         heads, ld = 3, 3 * hd + 32
         x = normal(rng, 6, ld)
         pos = np.array([0, 1, 2, 63, 1000, 40000], np.int32)[:, None]
         freq = ref.rope_frequencies(hd, 1e4)[0].astype(F32)
-        out = run_op(
-            backend, "rope", x=x, pos=pos, inv_freq=freq, M=6, heads=heads, hd=hd, ld=ld, factor=factor
-        )["x"]
+        out = run_op("rope", x=x, pos=pos, inv_freq=freq, M=6, heads=heads, hd=hd, ld=ld, factor=factor)["x"]
         head_rows = x[:, : heads * hd].reshape(6, heads, hd).astype(np.float64)
         f = float(F32(factor))
         positions = pos[:, 0].astype(np.float64)
@@ -167,13 +159,12 @@ def check_rope(backend: CpuBackend) -> None:
         np.testing.assert_array_equal(out[:, heads * hd :], x[:, heads * hd :])
 
 
-def check_kv_append(backend: CpuBackend) -> None:
+def check_kv_append() -> None:
     rng = np.random.default_rng(7)
     M, nkv, hd, S = 4, 3, 80, 12
     ld = nkv * hd
     k, v = normal(rng, M, ld) * F32(20), normal(rng, M, ld)
     out = run_op(
-        backend,
         "kv_append",
         k=k,
         v=v,
@@ -198,7 +189,7 @@ def check_kv_append(backend: CpuBackend) -> None:
         assert (scales[others] == 7).all()
 
 
-def check_attention(backend: CpuBackend) -> None:
+def check_attention() -> None:
     rng = np.random.default_rng(8)
     for nh, nkv, hd, last in ((5, 1, 64, 40), (6, 3, 32, 300), (4, 4, 96, 600), (16, 1, 256, 20)):
         S, M = last + 9, 4
@@ -211,7 +202,6 @@ def check_attention(backend: CpuBackend) -> None:
         for scale in (ks, vs):
             scale[:base] = scale[base + last + 1 :] = 100
         out = run_op(
-            backend,
             "attention",
             q=q,
             kq=kq,
@@ -241,7 +231,7 @@ def check_attention(backend: CpuBackend) -> None:
             assert_close(out[m : m + 1], expected, (position + 20 * (1 + score / 4) + 60) * U * magnitude)
 
 
-def check_router_topk(backend: CpuBackend) -> None:
+def check_router_topk() -> None:
     rng = np.random.default_rng(9)
     for E, T in ((128, 8), (7, 7), (16, 1), (60, 4)):
         logits = normal(rng, 9, E) * F32(2)
@@ -251,7 +241,6 @@ def check_router_topk(backend: CpuBackend) -> None:
         for norm in (0, 1):
             ids, weights = np.zeros((9, T), np.int32), np.zeros((9, T), F32)
             out = run_op(
-                backend,
                 "router_topk",
                 logits=logits,
                 ids=ids,
@@ -267,48 +256,45 @@ def check_router_topk(backend: CpuBackend) -> None:
             assert_close(out["weights"], expected, (spread + T + E / 8 + 8) * U * expected + 1e-300)
 
 
-def check_swiglu(backend: CpuBackend) -> None:
+def check_swiglu() -> None:
     rng = np.random.default_rng(10)
     gu = normal(rng, 5, 2, 97) * F32(6)
-    h = run_op(backend, "swiglu", gu=gu, h=np.zeros((5, 97), F32), R=5, F=97)["h"]
+    h = run_op("swiglu", gu=gu, h=np.zeros((5, 97), F32), R=5, F=97)["h"]
     expected = ref.swiglu(gu[:, 0].astype(np.float64), gu[:, 1].astype(np.float64))
     assert_close(h, expected, 6 * U * np.abs(expected))
 
 
-def check_moe_combine(backend: CpuBackend) -> None:
+def check_moe_combine() -> None:
     rng = np.random.default_rng(11)
     y, weights = normal(rng, 4, 6, 96), rng.uniform(0, 1, (4, 6)).astype(F32)
-    out = run_op(backend, "moe_combine", y=y, weights=weights, out=np.zeros((4, 96), F32), M=4, T=6, H=96)[
-        "out"
-    ]
+    out = run_op("moe_combine", y=y, weights=weights, out=np.zeros((4, 96), F32), M=4, T=6, H=96)["out"]
     terms = weights.astype(np.float64)[..., None] * y
     assert_close(out, terms.sum(axis=1), 6 * U * np.abs(terms).sum(axis=1))
 
 
-def check_add(backend: CpuBackend) -> None:
+def check_add() -> None:
     rng = np.random.default_rng(12)
     x, y = normal(rng, 1000), normal(rng, 1000)
     expected = x.astype(np.float64) + y
-    assert_close(run_op(backend, "add", x=x, y=y, n=1000)["x"], expected, U * np.abs(expected))
+    assert_close(run_op("add", x=x, y=y, n=1000)["x"], expected, U * np.abs(expected))
 
 
-def check_argmax(backend: CpuBackend) -> None:
+def check_argmax() -> None:
     rng = np.random.default_rng(13)
     logits = normal(rng, 6, 331)
     logits[1, [200, 40, 330]] = 9
     logits[2, 0] = logits[3, 330] = 9
     logits[4] = -1
-    ids = run_op(backend, "argmax", logits=logits, ids=np.zeros((6, 1), np.int32), M=6, V=331)["ids"]
+    ids = run_op("argmax", logits=logits, ids=np.zeros((6, 1), np.int32), M=6, V=331)["ids"]
     # numpy's argmax is the first of the largest.
     np.testing.assert_array_equal(ids[:, 0], np.argmax(logits, axis=1))
 
 
-def check_l2_hash(backend: CpuBackend) -> None:
+def check_l2_hash() -> None:
     rng = np.random.default_rng(14)
     for nbytes in (1, 3, 64, 1000):
         x = rng.integers(0, 256, (5, nbytes + 7), dtype=np.uint8)
         out = run_op(
-            backend,
             "l2_hash",
             x=x,
             out=np.zeros(5, np.uint64),
@@ -322,21 +308,19 @@ def check_l2_hash(backend: CpuBackend) -> None:
     x.view(np.uint32)[0, 4] = 0xFFC00001  # a NaN of another payload
     canonical = x.copy()
     canonical.view(np.uint32)[0, 4] = 0x7FC00000
-    out = run_op(backend, "l2_hash", x=x, out=np.zeros(2, np.uint64), stride=36, M=2, bytes=36, is_f32=1)[
-        "out"
-    ]
+    out = run_op("l2_hash", x=x, out=np.zeros(2, np.uint64), stride=36, M=2, bytes=36, is_f32=1)["out"]
     assert [int(h) for h in out] == [ref.fnv1a64(row.tobytes()) for row in canonical]
 
 
-CHECKS: dict[str, Callable[[CpuBackend], None]] = {
+CHECKS: dict[str, Callable[[], None]] = {
     name: globals()[f"check_{name}"]
     for name in OPS  # KeyError here: an op without a check
 }
 
 
 @pytest.mark.parametrize("op", CHECKS)
-def test_op_means_what_it_should(op: str, backend: CpuBackend) -> None:
-    CHECKS[op](backend)
+def test_op_means_what_it_should(op: str) -> None:
+    CHECKS[op]()
 
 
 OUTPUTS = {
@@ -359,13 +343,11 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("op", CHECKS)
-def test_check_notices_one_wrong_element(
-    op: str, backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_notices_one_wrong_element(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = run_op
 
-    def wrong(backend: CpuBackend, name: str, **values: Any) -> dict[str, npt.NDArray[Any]]:
-        result = right(backend, name, **values)
+    def wrong(name: str, **values: Any) -> dict[str, npt.NDArray[Any]]:
+        result = right(name, **values)
         if name == op:
             array = result[OUTPUTS[op]].reshape(-1)
             at = np.argmax(np.abs(array)) if array.dtype == F32 else 0
@@ -375,7 +357,7 @@ def test_check_notices_one_wrong_element(
     monkeypatch.setattr("tests.oracle.test_ops.run_op", wrong)
     monkeypatch.setattr("tests.oracle.native.run_op", wrong)
     with pytest.raises(AssertionError):
-        CHECKS[op](backend)
+        CHECKS[op]()
 
 
 # -- planted mistakes ------------------------------------------------------------------------------
@@ -443,8 +425,8 @@ ref_rope = ref.rope
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_oracle_notices(mistake: str, backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oracle_notices(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(ref, name, wrong)
     with pytest.raises(AssertionError):
-        CHECKS[op](backend)
+        CHECKS[op]()
