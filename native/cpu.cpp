@@ -5,11 +5,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <new>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -53,29 +52,42 @@ int affinity_cpus() {
     return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
+// The whole of a small file; empty when it cannot be read. No iostreams in this module: where the compiler links them
+// statically, a second copy of libstdc++ in the process makes their locales crash.
+std::string file_text(const std::string &path) {
+    std::string text;
+    FILE *file = std::fopen(path.c_str(), "r");
+    if (file == nullptr) return text;
+    char buffer[4096];
+    for (size_t n; (n = std::fread(buffer, 1, sizeof buffer, file)) > 0;) text.append(buffer, n);
+    std::fclose(file);
+    return text;
+}
+
 // CPUs by the quota files of one cgroup folder; 0 when there is no quota.
 double quota_of(const std::string &folder) {
     double quota = 0, period = 0;
-    std::string first;
-    if (std::ifstream v2(folder + "/cpu.max"); v2 >> first >> period) {
-        if (first != "max") quota = std::atof(first.c_str());
-    } else if (std::ifstream q(folder + "/cpu.cfs_quota_us"), p(folder + "/cpu.cfs_period_us"); q >> quota) {
-        if (!(p >> period)) quota = 0;
+    if (std::string v2 = file_text(folder + "/cpu.max"); !v2.empty()) {  // "QUOTA PERIOD", or "max PERIOD"
+        if (std::sscanf(v2.c_str(), "%lf %lf", &quota, &period) != 2) return 0;
+    } else {
+        quota = std::atof(file_text(folder + "/cpu.cfs_quota_us").c_str());
+        period = std::atof(file_text(folder + "/cpu.cfs_period_us").c_str());
     }
     return quota > 0 && period > 0 ? quota / period : 0;
 }
 
 // The smallest quota on the way from this process' cgroup to the root; 0 when there is none.
 double cgroup_cpus() {
-    std::ifstream file("/proc/self/cgroup");  // lines of "id:controllers:/path"
-    std::string line;
+    const std::string text = file_text("/proc/self/cgroup");  // lines of "id:controllers:/path"
     double least = 0;
-    while (std::getline(file, line)) {
-        std::istringstream fields(line);
-        std::string id, controllers, path;
-        std::getline(fields, id, ':');
-        std::getline(fields, controllers, ':');
-        std::getline(fields, path);
+    for (size_t begin = 0; begin < text.size();) {
+        const size_t end = std::min(text.find('\n', begin), text.size());
+        const std::string line = text.substr(begin, end - begin);
+        begin = end + 1;
+        const size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (first == std::string::npos || second == std::string::npos) continue;
+        const std::string controllers = line.substr(first + 1, second - first - 1);
+        std::string path = line.substr(second + 1);
         std::string root = "/sys/fs/cgroup";
         if (!controllers.empty()) {
             if (("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
