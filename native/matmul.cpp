@@ -96,6 +96,8 @@ int rows_per_task(int64_t rows, int threads, int M) {
 
 }  // namespace
 
+std::atomic<bool> use_vnni{__builtin_cpu_supports("avx512vnni") != 0};
+
 const MatmulForm matmul_form_scalar = {run_scalar, no_workspace};
 
 void run_matmul(const MatmulArgs &args, const MatmulForm &form, ThreadContext &context) {

@@ -2,6 +2,7 @@
 // rows of one matrix times some input rows); a form of an ISA level carries a task out. Forms differ in speed only.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -46,5 +47,8 @@ extern const MatmulForm matmul_form_scalar;
 extern const MatmulForm matmul_form_avx2;
 extern const MatmulForm matmul_form_avx512;      // without VNNI
 extern const MatmulForm matmul_form_avx512vnni;  // AVX-512 with VNNI
+
+// Which of the two the AVX-512 level takes: true at start where the CPU has VNNI. Tests switch it off to reach the other.
+extern std::atomic<bool> use_vnni;
 
 }  // namespace kestrel
