@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import pytest
 
-from kestrel import contract
+from kestrel import contract, launch
+from kestrel.l2_fields import FIELDS
 from kestrel.model import Tap
 from kestrel.ops import OPS
 from tests.support.forward import make_model
@@ -126,6 +127,8 @@ def check_constants_in_code(native: str, device: str) -> None:
     assert f"0x{contract.NAN_BITS:08x}u" in shared
     assert "amax_bits < 0x0d800000u" in shared
     assert f"kAttentionChunk = {contract.ATTENTION_CHUNK};" in native
+    assert f"#define CHUNK {contract.ATTENTION_CHUNK}\n" in device
+    assert launch.CHUNK == contract.ATTENTION_CHUNK
     ucrt = (REPOSITORY / "kernels" / "ucrt.cuh").read_text(encoding="utf-8")
     document = read_sections(DOCUMENT.read_text(encoding="utf-8"))["11"].text
     in_document = set(re.findall(r"0x[0-9a-f]{16}\b", document))
@@ -161,6 +164,9 @@ def check_fields(text: str) -> None:
         documented.append((plus, (field, kind, count)))
     extended = [describe(tap) for tap in model.step(1, 1, "extended").taps]
     standard = [describe(tap) for tap in model.step(1, 1, "standard").taps]
+    assert [(field, bool(plus)) for plus, (field, _, _) in documented] == [
+        (f.name, f.extended) for f in FIELDS
+    ]
     assert [row for _, row in documented] == extended
     assert [row for plus, row in documented if not plus] == standard
 
@@ -210,9 +216,13 @@ def test_check_notices(check: Callable[[str], None], old: str, new: str) -> None
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("1099511628211ull", "1099511628217ull"), ("kAttentionChunk = 256;", "kAttentionChunk = 512;")],
+    [
+        ("1099511628211ull", "1099511628217ull"),
+        ("kAttentionChunk = 256;", "kAttentionChunk = 512;"),
+        ("#define CHUNK 256", "#define CHUNK 128"),
+    ],
 )
 def test_code_check_notices(old: str, new: str) -> None:
-    assert old in _native_code()
+    assert old in _native_code() + _device_code()
     with pytest.raises(AssertionError):
-        check_constants_in_code(_native_code().replace(old, new), _device_code())
+        check_constants_in_code(_native_code().replace(old, new), _device_code().replace(old, new))
