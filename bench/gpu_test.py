@@ -7,6 +7,7 @@ keeps what it found. ``--only`` picks stages, ``--list`` shows them. Exit code 1
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -22,25 +23,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.gpu import compute, models, ops, synthetic, unary  # noqa: E402
 from bench.gpu.context import Context  # noqa: E402
 
-Stage = Callable[[Context], dict[str, Any]]
-STAGES: dict[str, Stage] = {
-    "native": compute.native,
-    "isa": ops.isa_levels,
-    "compile": compute.compile_kernels,
-    "pytest": compute.pytest_gpu,
-    "unary": unary.all_inputs,
-    "seed-table": unary.seed_table,
-    "ops": ops.every_op,
-    "models": models.cpu_against_gpu,
-    "graph": models.graph_against_eager,
-    "mixtures": models.mixtures,
-    "modes": models.modes,
-    "sanitizer": compute.sanitizer,
-    "synthetic": synthetic.experiment,
+# Stage -> module and function under bench/gpu; loaded when it starts, after the native module was built.
+STAGES = {
+    "native": "compute.native",
+    "isa": "ops.isa_levels",
+    "compile": "compute.compile_kernels",
+    "pytest": "compute.pytest_gpu",
+    "unary": "unary.all_inputs",
+    "seed-table": "unary.seed_table",
+    "ops": "ops.every_op",
+    "models": "models.cpu_against_gpu",
+    "graph": "models.graph_against_eager",
+    "mixtures": "models.mixtures",
+    "modes": "models.modes",
+    "sanitizer": "compute.sanitizer",
+    "synthetic": "synthetic.experiment",
 }
+
+
+def stage(name: str) -> Callable[[Context], dict[str, Any]]:
+    module, function = STAGES[name].split(".")
+    found: Callable[[Context], dict[str, Any]] = getattr(
+        importlib.import_module(f"bench.gpu.{module}"), function
+    )
+    return found
 
 
 def environment() -> dict[str, Any]:
@@ -75,13 +83,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no stage after this many seconds")
     given = parser.parse_args()
     if given.list:
-        for name, stage in STAGES.items():
-            print(f"{name:12s} {(stage.__doc__ or '').splitlines()[0]}")
+        for name in STAGES:
+            print(f"{name:12s} {(stage(name).__doc__ or '').splitlines()[0]}")
         return 0
     output = given.output or Path(os.environ.get("OUT", str(ROOT / "bench" / "results")))
     output.mkdir(parents=True, exist_ok=True)
     target = output / f"gpu-test-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     context = Context(root=ROOT, models=given.models, quick=given.quick, output=output)
+    built = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if built.returncode != 0:
+        print(f"the native module does not build:\n{built.stderr}", file=sys.stderr)
+        return 1
     report: dict[str, Any] = {"environment": environment(), "stages": {}}
     began = time.monotonic()
     for name in STAGES:
@@ -94,7 +111,7 @@ def main() -> int:
         print(f"== {name}", flush=True)
         start = time.monotonic()
         try:
-            result = STAGES[name](context)
+            result = stage(name)(context)
         except Exception:
             result = {"failures": [traceback.format_exc()]}
         result["ok"] = not result.get("failures")
