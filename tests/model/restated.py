@@ -41,6 +41,13 @@ def matmul(w: QuantTensor, x: F32, expert: int | None = None) -> F32:
     return np.asarray(hsum8(lanes))
 
 
+def _hash(row: npt.NDArray[Any]) -> int:
+    """Section 12: every NaN is hashed as the canonical one."""
+    if row.dtype == np.float32:
+        row = np.where(np.isnan(row), np.uint32(0x7FC00000), row.view(np.uint32))
+    return ops.fnv1a(row.tobytes())
+
+
 class Restated:
     """One sequence from an empty cache; all positions at once, since rows are computed alone."""
 
@@ -58,9 +65,7 @@ class Restated:
             x = self._ffn(layer, x)
         fnorm = self._tap("fnorm", ops.rms_norm(x, w["norm"], c.rms_norm_eps))
         logits = self._tap("logits", matmul(w["embed" if c.tie_word_embeddings else "head"], fnorm))
-        keys = {
-            f"t{t}_{name}": ops.fnv1a(rows[t].tobytes()) for name, rows in self.taps for t in range(len(ids))
-        }
+        keys = {f"t{t}_{name}": _hash(rows[t]) for name, rows in self.taps for t in range(len(ids))}
         return Run(logits, ops.argmax(logits), keys)
 
     def _tap(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kestrel import _native
-from kestrel.config import ModelConfig
+from kestrel.config import Family, ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, Weights
+from tests.model.restated import Restated
 from tests.oracle import reference as ref
 from tests.oracle.canonical import oracle_of
 from tests.support.forward import Run, assert_same_bits, make_model, random_ids, run_tokens
@@ -156,22 +157,74 @@ def test_infinity_and_nan_reach_the_logits() -> None:
             assert tensor.scale is not None
             scale = tensor.scale.copy()
             scale.reshape(-1)[5] = bad
-            run, _ = same_bits_everywhere_up_to_nan(config, edited(weights, name, scale=scale))
-            assert (run.next == -1).all(), f"{name} with scale 0x{bad:04x}"
+            broken = edited(weights, name, scale=scale)
+            ids = random_ids(3, config.vocab_size, 3)
+            with np.errstate(all="ignore"):
+                expected = Restated(config, broken).forward(ids)
+            for isa in _native.isa_available():
+                for threads, chunk in ((1, 1), (2, None)):
+                    model = make_model(config, broken, backend=CpuBackend(threads, isa))
+                    run = run_tokens(model, ids, chunk=chunk, taps="extended")
+                    assert (run.next == -1).all(), f"{name} with scale 0x{bad:04x}"
+                    # Hashes read every NaN as one: payloads are the hardware's.
+                    assert run.keys == expected.keys, f"{name} with scale 0x{bad:04x}"
 
 
-def same_bits_everywhere_up_to_nan(config: ModelConfig, weights: Weights) -> tuple[Run, Any]:
-    """Hashes read every NaN as one, so keys must be equal; logits are compared by the hash alone."""
-    ids = random_ids(4, config.vocab_size, 3)
-    first = None
-    for isa in _native.isa_available():
-        for threads, chunk in ((1, 1), (2, None)):
-            model = make_model(config, weights, backend=CpuBackend(threads, isa))
-            run = run_tokens(model, ids, chunk=chunk, taps="extended")
-            first = first or (run, model)
-            assert run.keys == first[0].keys
-    assert first is not None
-    return first
+# -- subnormal numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_subnormal_weights(family: Family) -> None:
+    """Smallest bf16 and f16 numbers, -0 and f32 subnormals as weights: nothing is flushed, signs are kept."""
+    config = tiny_config(family)
+    weights = random_weights(config, WType.bf16)
+    rng = np.random.default_rng(0)
+    tiny = np.array([0x0001, 0x8001, 0x007F, 0x8000, 0x0000, 0x0080], np.uint16)
+    for name in ("embed", "layers.0.q", "layers.0.k", "layers.1.v"):
+        tensor = weights[name]
+        assert isinstance(tensor, QuantTensor)
+        codes = tensor.codes.copy()
+        where = rng.random(codes.shape) < 0.5
+        where[: len(codes) // 4] = True  # whole rows
+        codes[where] = rng.choice(tiny, int(where.sum()))
+        weights = edited(weights, name, codes=codes)
+    norm = weights["layers.1.ffn_norm"]
+    assert isinstance(norm, np.ndarray)
+    bits = norm.view(np.uint32).copy()
+    bits[::3] = rng.choice(np.array([1, 0x80000001, 0x007FFFFF, 0x80000000], np.uint32), len(bits[::3]))
+    weights["layers.1.ffn_norm"] = bits.view(np.float32)
+    run, _ = same_bits_everywhere(config, weights)
+    assert np.isfinite(run.logits).all()
+    restated = Restated(config, weights).forward(random_ids(T, config.vocab_size, 3))
+    assert_same_bits(run, restated)
+    for flushed in ("embed", "layers.1.v"):  # the comparison would notice a backend that flushes them
+        tensor = weights[flushed]
+        assert isinstance(tensor, QuantTensor)
+        codes = np.where(tensor.codes & 0x7F80, tensor.codes, np.uint16(0))
+        other = run_tokens(
+            make_model(config, edited(weights, flushed, codes=codes)),
+            random_ids(T, config.vocab_size, 3),
+            taps="extended",
+        )
+        with pytest.raises(AssertionError, match="keys differ"):
+            assert_same_bits(other, restated)
+
+
+def test_subnormal_scales() -> None:
+    """f16 subnormals as scales of q4local and q8local."""
+    config = tiny_config("qwen3")
+    for wtype in (WType.q4local, WType.q8local):
+        weights = random_weights(config, wtype)
+        for name in ("embed", "layers.0.k", "layers.1.down"):
+            tensor = weights[name]
+            assert isinstance(tensor, QuantTensor)
+            assert tensor.scale is not None
+            scale = tensor.scale.copy()
+            scale[::2] = np.resize(np.array([0x0001, 0x8001, 0x03FF, 0x8000, 0], np.uint16), scale[::2].shape)
+            weights = edited(weights, name, scale=scale)
+        run, _ = same_bits_everywhere(config, weights)
+        assert np.isfinite(run.logits).all()
+        assert_same_bits(run, Restated(config, weights).forward(random_ids(T, config.vocab_size, 3)))
 
 
 def test_a_head_of_zeros_is_what_float64_says() -> None:
