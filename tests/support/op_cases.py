@@ -71,7 +71,7 @@ def run_case(case: Case, backend: Backend) -> dict[str, Array]:
         slots = case.inputs["kq"].shape[0]
         size = backend.attention_work_bytes(a["M"], a["nh"], a["hd"], slots)
         if size:
-            keep["work"] = backend.empty((size,), np.uint8)
+            keep["work"] = backend.zeros((size,), np.uint8)
             args.work = keep["work"].ptr
     backend.compile([Op(spec, args, case.label)]).run()
     result = {name: backend.read(keep[name]) for name in case.in_place}
