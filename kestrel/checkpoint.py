@@ -33,6 +33,25 @@ class SourceTensor:
     packed: Callable[[int, int], Packed] | None = None  # rows begin .. end -> (codes, f16 bits)
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor under the name the source gives it."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class Findings:
+    """What opening a source found before it was refused, for a report; filled in as far as it got."""
+
+    format: str = ""
+    config: ModelConfig | None = None
+    stored: list[StoredTensor] = field(default_factory=list)
+
+
 @dataclass
 class Checkpoint:
     """An opened, checked source. ``close`` releases its files."""

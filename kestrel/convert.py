@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kestrel.checkpoint import Checkpoint, SourceTensor
-from kestrel.errors import ModelError, UsageError
+from kestrel.cli import command_parser, count, note, progress_bar, run_command
+from kestrel.errors import ModelError
 from kestrel.folder_writer import (
     check_destination,
     check_disk,
@@ -38,7 +37,7 @@ from kestrel.folder_writer import (
 )
 from kestrel.manifest import MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest, TensorRecord
 from kestrel.ops import WType
-from kestrel.quantize import DEFAULT_Q4_SCALE, Q4_SCALES, RangeError, check_finite, quantize_rows
+from kestrel.quantize import DEFAULT_Q4_SCALE, Q4_SCALES, Q4Scale, RangeError, check_finite, quantize_rows
 from kestrel.source import open_source
 from kestrel.weights import GROUP, stored_wtype
 
@@ -61,16 +60,16 @@ def convert(
     *,
     wtype: WType = WType.q4local,
     head_wtype: WType | None = None,
-    q4_scale: str = DEFAULT_Q4_SCALE,
+    q4_scale: Q4Scale = DEFAULT_Q4_SCALE,
     force: bool = False,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Callable[[int, int], None] | None = None,
     threads: int | None = None,
 ) -> Conversion:
     """Convert ``source`` into the new folder ``destination``, which appears complete or not at all.
 
     ``head_wtype`` is the format of embedding and head: q8local by default when ``wtype`` is q4local, else
     ``wtype``. ``q4_scale`` names a way to choose q4local scales (``kestrel.quantize.Q4_SCALES``).
-    ``progress`` is called with the tensor's name, weights done and weights in all. Peak memory depends on
+    ``progress`` is called with the weights done and the weights in all. Peak memory depends on
     neither the size of the model nor that of its largest tensor. The same source gives the same bytes.
 
     Raises ``ModelError`` for a source that is damaged or not supported (every fault in one message),
@@ -82,7 +81,9 @@ def convert(
     try:
         if head_wtype is None:
             head_wtype = WType.q8local if wtype == WType.q4local else wtype
-        job = _Job(checkpoint, wtype, head_wtype, q4_scale, progress, threads or min(4, os.cpu_count() or 1))
+        job = _Job(
+            checkpoint, wtype, head_wtype, q4_scale, progress, threads or min(8, len(os.sched_getaffinity(0)))
+        )
         check_disk(target, job.layout.size + sum(map(len, checkpoint.side_files.values())))
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         partial.mkdir()
@@ -107,8 +108,8 @@ class _Job:
         checkpoint: Checkpoint,
         wtype: WType,
         head_wtype: WType,
-        q4_scale: str,
-        progress: Callable[[str, int, int], None],
+        q4_scale: Q4Scale,
+        progress: Callable[[int, int], None] | None,
         threads: int,
     ) -> None:
         self.checkpoint = checkpoint
@@ -159,7 +160,8 @@ class _Job:
                     for rows, block in _in_order(pool, self.threads, encode, spec.rows, spec.k):
                         writer.write(block)
                         done += rows * spec.k
-                        self.progress(spec.name, done, total)
+                        if self.progress is not None:
+                            self.progress(done, total)
                 except RangeError as error:
                     faults.append(f"{spec.name} ({tensor.origin}): {error}")
                     continue
@@ -205,7 +207,7 @@ class _Block:
     exact: bool  # the arrays hold the source's values, none of them rounded
 
 
-def _encode(tensor: SourceTensor, wtype: WType | None, q4_scale: str, begin: int, end: int) -> _Block:
+def _encode(tensor: SourceTensor, wtype: WType | None, q4_scale: Q4Scale, begin: int, end: int) -> _Block:
     if tensor.packed is not None and tensor.packed_wtype == wtype:
         codes, scale = tensor.packed(begin, end)
         if ((scale & 0x7C00) == 0x7C00).any():
@@ -302,44 +304,38 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kestrel convert",
-        description="Convert a Hugging Face folder or a GGUF file to a kestrel folder.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("convert", "Convert a Hugging Face folder or a GGUF file to a kestrel folder.")
     names = [wtype.name for wtype in WType]
     parser.add_argument(
         "source", metavar="SRC", help="Hugging Face folder, GGUF file, or org/model in the cache"
     )
     parser.add_argument("destination", metavar="DST", help="folder to make")
     parser.add_argument(
-        "--wtype", choices=names, default="q4local", help="format of the matrices (%(default)s)"
+        "--wtype", choices=names, default="q4local", help="format of matrices (default: %(default)s)"
     )
     parser.add_argument(
         "--head-wtype",
         choices=names,
-        help="format of embedding and head (q8local with q4local, else --wtype)",
+        help="format of embedding and head (default: q8local with q4local, else as --wtype)",
     )
     parser.add_argument(
         "--q4-scale",
         choices=list(Q4_SCALES),
         default=DEFAULT_Q4_SCALE,
-        help="choice of q4local scales (%(default)s)",
+        help="how q4local scales are chosen (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace DST if it is a kestrel folder")
-    parser.add_argument("-t", "--threads", type=int, help="threads that quantise")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
+    parser.add_argument(
+        "-t", "--threads", type=count, metavar="N", help="threads that quantise (default: all, up to 8)"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar and no report on stderr")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = build_parser().parse_args(argv)
-    if args.threads is not None and args.threads < 1:
-        raise UsageError(f"--threads must be at least 1, not {args.threads}")
-    console = Console(stderr=True, highlight=False)
-    bar = _progress_bar(console) if console.is_terminal and not args.quiet else None
-    with _terminate_as_exit(), bar or nullcontext():
+    with terminated_as_exit(), progress_bar("converting", shown=not args.quiet) as bar:
         result = convert(
             args.source,
             args.destination,
@@ -347,35 +343,19 @@ def main(argv: list[str] | None = None) -> int:
             head_wtype=WType[args.head_wtype] if args.head_wtype else None,
             q4_scale=args.q4_scale,
             force=args.force,
-            progress=_updater(bar) if bar is not None else lambda name, done, total: None,
+            progress=bar,
             threads=args.threads,
         )
     if not args.quiet:
-        for note in result.notes:
-            print(f"note: {note}", file=sys.stderr)
+        for text in result.notes:
+            note(text)
         sizes = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in result.bytes_by_wtype.items())
-        print(f"{result.folder}: {len(result.manifest.tensors)} tensors ({sizes})", file=sys.stderr)
+        note(f"{result.folder}: {len(result.manifest.tensors)} tensors ({sizes})")
     return 0
 
 
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-
-
-def _updater(bar: Progress) -> Callable[[str, int, int], None]:
-    task = bar.add_task("converting", total=None)
-    return lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
-
-
 @contextmanager
-def _terminate_as_exit() -> Iterator[None]:
+def terminated_as_exit() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C, so that the partial folder goes away."""
 
     def stop(signum: int, frame: object) -> None:
@@ -392,4 +372,4 @@ def _terminate_as_exit() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.checkpoint import F32, Checkpoint, Packed, SourceTensor
+from kestrel.checkpoint import F32, Checkpoint, Findings, Packed, SourceTensor, StoredTensor
 from kestrel.config import Family, ModelConfig, MoeConfig, RopeConfig
 from kestrel.errors import KestrelError, ModelError
 from kestrel.hf_config import token_ids
@@ -91,15 +91,21 @@ _OTHER_GROUPS = ("GGUF.", "general.", "tokenizer.", "quantize.", "split.")
 _LLAMA3 = RopeConfig(type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """Open and check a GGUF file. Raises ``ModelError`` that lists every fault."""
+def open_gguf(path: Path, findings: Findings | None = None) -> Checkpoint:
+    """Open and check a GGUF file. Raises ``ModelError`` that lists every fault.
+
+    ``findings`` receives what could be read, also of a file that is refused.
+    """
+    findings = findings or Findings()
+    findings.format = "gguf"
     reader = _reader(path)
     faults: list[str] = []
     metadata = _Metadata(reader, faults)
     tensors = {tensor.name: _Tensor.of(tensor) for tensor in reader.tensors}
     _check_extents(tensors, path.stat().st_size, faults)
+    findings.stored = [StoredTensor(t.name, t.type.name, t.shape, t.nbytes) for t in tensors.values()]
     side_files = _side_files(reader, faults)
-    config = _config(metadata, tensors, side_files, faults)
+    findings.config = config = _config(metadata, tensors, side_files, faults)
     if config is not None and not faults:
         faults += config.faults()
     if config is not None and _ROPE_FREQS in tensors and not faults:

@@ -10,7 +10,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kestrel.checkpoint import F32, Checkpoint, Segment, SourceTensor, read_segments
+from kestrel.checkpoint import (
+    F32,
+    Checkpoint,
+    Findings,
+    Segment,
+    SourceTensor,
+    StoredTensor,
+    read_segments,
+)
 from kestrel.config import ModelConfig
 from kestrel.errors import ModelError
 from kestrel.hf_config import parse_hf_config, token_ids
@@ -57,10 +65,16 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _SHOWN_NAMES = 20  # of a long list of tensor names in one message
 
 
-def open_hf_folder(folder: Path) -> Checkpoint:
-    """Open and check a checkpoint folder. Raises ``ModelError`` that lists every fault."""
+def open_hf_folder(folder: Path, findings: Findings | None = None) -> Checkpoint:
+    """Open and check a checkpoint folder. Raises ``ModelError`` that lists every fault.
+
+    ``findings`` receives what could be read, also of a folder that is refused.
+    """
+    findings = findings or Findings()
+    findings.format = "hugging-face"
     faults: list[str] = []
     headers, tensors = _read_shards(folder, faults)
+    findings.stored = [StoredTensor(t.name, t.dtype, t.shape, t.nbytes) for t in tensors.values()]
     raw = read_json_object(folder / "config.json", faults)
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").exists():
@@ -74,6 +88,7 @@ def open_hf_folder(folder: Path) -> Checkpoint:
             )
         except ModelError as error:
             faults += [f"config.json: {fault}" for fault in error.faults]
+    findings.config = config
     files = _OpenFiles()
     try:
         sources: list[SourceTensor] = []

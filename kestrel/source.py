@@ -6,16 +6,17 @@ import os
 import re
 from pathlib import Path
 
-from kestrel.checkpoint import Checkpoint
+from kestrel.checkpoint import Checkpoint, Findings
 from kestrel.errors import ModelError
 from kestrel.hf_folder import open_hf_folder
 from kestrel.manifest import MANIFEST_FILE
 
 
-def open_source(path: Path | str) -> Checkpoint:
+def open_source(path: Path | str, findings: Findings | None = None) -> Checkpoint:
     """Open and check a Hugging Face folder or a GGUF file. Raises ``ModelError`` that lists every fault.
 
     A name like ``org/model`` that is no path here is looked up in the local Hugging Face cache.
+    ``findings`` receives what could be read, also of a source that is refused.
     """
     source = _from_hub_cache(Path(path))
     where = str(source)
@@ -23,7 +24,7 @@ def open_source(path: Path | str) -> Checkpoint:
         if (source / MANIFEST_FILE).exists():
             raise ModelError(where, ["is a kestrel folder already: convert its original source instead"])
         if (source / "config.json").exists():
-            return open_hf_folder(source)
+            return open_hf_folder(source, findings)
         gguf = sorted(source.glob("*.gguf"))
         if gguf:
             raise ModelError(where, [f"has no config.json; to convert a GGUF file, name it: {gguf[0]}"])
@@ -36,7 +37,7 @@ def open_source(path: Path | str) -> Checkpoint:
     if magic == b"GGUF":
         from kestrel.gguf import open_gguf
 
-        return open_gguf(source)
+        return open_gguf(source, findings)
     if source.name.endswith(".safetensors"):
         raise ModelError(
             where, ["is one file of a checkpoint: name the folder that holds it and config.json"]
