@@ -29,7 +29,7 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_DIFFERENT, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 # Command -> one line of help. Each is a module of the package with main(argv) -> exit code.
 COMMANDS = {
-    "decode": "generate text from a prompt",
+    "decode": "generate text from one prompt",
     "chat": "talk to a model in turns",
     "convert": "make a model folder from a Hugging Face folder or a GGUF file",
     "inspect": "show a model's config, tensors and bytes, and what would be refused",

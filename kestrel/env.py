@@ -198,8 +198,8 @@ class Env:
         known = [variable.name for variable in self.table()]
         for name in sorted(self.environ):
             if name.startswith("KESTREL_") and name not in known and name not in _OF_TESTS:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ", it is ignored; docs/env.md lists them all"
+                near = difflib.get_close_matches(name[8:], [other[8:] for other in known], n=1)
+                hint = f"; did you mean KESTREL_{near[0]}?" if near else ", it is ignored; see docs/env.md"
                 self._warn(name, f"unknown environment variable {name}{hint}")
 
     def _warn(self, key: str, message: str) -> None:

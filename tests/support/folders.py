@@ -8,18 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file, save_file
+
 from kestrel.config import Family
 from kestrel.convert import convert
 from kestrel.ops import WType
-from tests.support.models import write_hf_model
+from tests.support.models import SPECIAL_TOKENS, write_hf_model
 from tests.support.shared import REPOSITORY
 
 
 def converted_model(
     folder: Path, family: Family = "qwen3", wtype: WType = WType.q4local, **arguments: Any
 ) -> Path:
-    """A tiny random model as ``kestrel convert`` leaves it, in ``folder / family``."""
+    """A tiny random model as ``kestrel convert`` leaves it, in ``folder / family``.
+
+    Its head never gives a special token, so that generation ends where a test wants it to.
+    """
     source = write_hf_model(folder / f"{family}-source", family, **arguments)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, folder / family, wtype=wtype)
     return folder / family
 
