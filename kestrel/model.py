@@ -158,9 +158,9 @@ class Model:
         return self.backend.read(self.buffer("next", 1, np.int32, self.max_logit_rows), (rows,))
 
     def hashes(self, step: Step, rows: int) -> npt.NDArray[np.uint64]:
-        """u64[taps, rows] of the last step."""
+        """u64[taps, rows] of the last step, which had ``rows`` rows."""
         buffer = self.buffer("hash", self.max_rows, np.uint64, len(step.taps))
-        return self.backend.read(buffer, (len(step.taps), self.max_rows))[:, :rows]
+        return self.backend.read(buffer, (len(step.taps), rows))
 
     def _build_step(self, rows: int, logit_rows: int, taps: TapLevel) -> Step:
         builder = _StepBuilder(self, rows, logit_rows, taps)
@@ -476,7 +476,7 @@ class _StepBuilder:
             "l2_hash",
             "tap." + tap_key(0, layer, field)[3:],
             x=(buffer, offset),
-            out=(out, 8 * (index * m.max_rows + rows_from)),
+            out=(out, 8 * (index * self.M + rows_from)),
             stride=stride,
             M=self.M - rows_from,
             bytes=tap.nbytes,
