@@ -10,7 +10,9 @@ import argparse
 import difflib
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,8 +88,9 @@ def run_command(command: MainFunction, argv: list[str] | None = None) -> int:
     """Run a command's ``main`` and turn what it raises into a message and an exit code."""
     name = "kestrel " + _command_name(command)
     try:
-        env.check()
-        return command(argv)
+        with _terminate_as_exit():
+            env.check()
+            return command(argv)
     except UsageError as error:
         return _fail(name, error, EXIT_USAGE)
     except KestrelError as error:
@@ -105,6 +108,23 @@ def run_command(command: MainFunction, argv: list[str] | None = None) -> int:
         )
     except SystemExit as leaving:  # argparse: --help, --version, usage errors
         return leaving.code if isinstance(leaving.code, int) else EXIT_USAGE
+
+
+@contextmanager
+def _terminate_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that partial files go away; the exit code is the shell's 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command_name(command: MainFunction) -> str:

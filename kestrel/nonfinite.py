@@ -49,7 +49,7 @@ class NonFinite:
         return (
             f"first at position {self.position}, {layer}operation {self.op} ({self.label}, contract section "
             f"{self.section}): element {self.element} is {self.value}, its input was finite. "
-            "A damaged weight is the usual cause: convert the model again"
+            "A damaged weight is the usual cause: `kestrel inspect --verify MODEL` checks every one"
         )
 
 

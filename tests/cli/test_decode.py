@@ -236,6 +236,21 @@ def test_ctrl_c_prints_what_is_known_and_exits_130(
         assert json.loads(out)["finish_reason"] == "cancelled"
 
 
+def test_a_terminated_dump_leaves_nothing(endless_folder: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*endless(endless_folder), "-p", "x", "--l2-dump", str(tmp_path / "dump")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    )
+    read_some(process)
+    assert list(tmp_path.iterdir()) != []
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_closed_pipe_ends_quietly(endless_folder: Path) -> None:
     process = subprocess.Popen(
         [*endless(endless_folder), "-p", "x"],
