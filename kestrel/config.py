@@ -71,9 +71,13 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; ``from_json`` gives an equal config back."""
-        return asdict(self)
+    def to_json_values(self) -> dict[str, Any]:
+        """What ``json`` can write; ``from_json`` gives an equal config back."""
+        values = asdict(self)
+        values["eos_token_ids"] = list(self.eos_token_ids)
+        if self.moe is not None:
+            values["moe"]["dense_layers"] = list(self.moe.dense_layers)
+        return values
 
     @staticmethod
     def from_json(raw: object) -> tuple[ModelConfig | None, list[str]]:

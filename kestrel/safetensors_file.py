@@ -98,7 +98,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 def _wrong_start(start: bytes, length: int, size: int) -> str:
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
-    if start.startswith((b"PK", b"\x80")):
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return "not a safetensors file but a pickled PyTorch checkpoint: save it as safetensors first"
     if start.startswith(b"GGUF"):
         return "not a safetensors file but GGUF: name it as the source by itself"
