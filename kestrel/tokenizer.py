@@ -306,7 +306,7 @@ class _Loader:
                 continue
             name = "default" if file == "chat_template.jinja" else Path(file).stem
             try:
-                templates[name] = self.files[file].decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+                templates[name] = self.files[file].decode("utf-8")
             except UnicodeDecodeError as error:
                 self.faults.append(f"{file} is not UTF-8 at byte {error.start}")
         if templates:

@@ -117,6 +117,8 @@ ESCAPES = [
     "{{ messages[0].update({'role': 'x'}) }}",
     "{{ messages[0].pop('role') }}",
     "{{ range(10 ** 9) | list }}",
+    "{{ dict.update(messages[0], {'role': 'x'}) }}",
+    "{{ dict.__subclasses__() }}",
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}{{ os }}",
 ]
