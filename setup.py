@@ -27,10 +27,9 @@ FLAGS = [
     *["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
     *["-fPIC", "-pthread", "-g0", "-DNDEBUG", "-Wall", "-Wextra"],
 ]
-AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# GCC's own AVX-512 headers read the registers they leave undefined on purpose, and warn about it.
+# GCC's own headers of these intrinsics read registers they leave undefined on purpose, and warn about it.
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 ISA_FLAGS = {
     "_avx2.cpp": AVX2,
     "_avx512.cpp": AVX512,

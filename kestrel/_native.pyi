@@ -41,6 +41,13 @@ class StructLayout(TypedDict):
 def isa_available() -> list[str]:
     """The levels that this CPU can run, lowest first: "scalar", "avx2", "avx512"."""
 
+def use_vnni(enabled: bool | None = None) -> bool:
+    """Whether the AVX-512 level multiplies bytes with VNNI: by default where the CPU has it.
+
+    ``enabled`` changes it, for tests of the form that CPUs without VNNI take. Raises ValueError where the CPU
+    has none.
+    """
+
 def default_threads() -> int:
     """CPUs in this process' affinity mask, at most the whole CPUs of its cgroup quota; at least 1."""
 
@@ -68,5 +75,10 @@ class UcrtSweep(TypedDict):
     nan_faults: int  # inputs where a breaks the NaN rule
     order_faults: int  # neighbouring inputs where a falls
 
-def ucrt_sweep(function: str, a: str, b: str, step: int = 1, threads: int = 1) -> UcrtSweep:
-    """Compare two forms of "expf", "cosf" or "sinf" on every ``step``-th of the 2**32 float32 inputs."""
+def ucrt_sweep(
+    function: str, a: str, b: str, step: int = 1, b_below: int = 0xFFFFFFFF, threads: int = 1
+) -> UcrtSweep:
+    """Compare two forms of "expf", "cosf" or "sinf" on every ``step``-th of the 2**32 float32 inputs.
+
+    Where the magnitude's bits are ``b_below`` or more, form ``a`` is only evaluated and checked by itself.
+    """

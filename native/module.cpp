@@ -9,6 +9,7 @@
 #include "exp_f64.h"
 #include "fpenv.h"
 #include "layout.h"
+#include "matmul.h"
 #include "program.h"
 #include "ucrt_array.h"
 
@@ -111,13 +112,14 @@ UcrtArrayFunction ucrt_function(const std::string &function, const std::string &
 }
 
 py::dict ucrt_sweep_dict(const std::string &function, const std::string &a, const std::string &b, uint32_t step,
-                         int threads) {
+                         uint32_t b_below, int threads) {
     if (step < 1 || threads < 1 || threads > 1024) throw py::value_error("step and threads must be at least 1");
-    const UcrtArrayFunction fa = ucrt_function(function, a), fb = ucrt_function(function, b);
+    const UcrtComparison comparison{ucrt_function(function, a), ucrt_function(function, b), function != "expf", step,
+                                    b_below};
     UcrtSweep sweep;
     {
         py::gil_scoped_release release;
-        sweep = ucrt_sweep(fa, fb, function != "expf", step, threads);
+        sweep = ucrt_sweep(comparison, threads);
     }
     py::dict result;
     result["inputs"] = sweep.inputs;
@@ -149,6 +151,15 @@ PYBIND11_MODULE(_native, m) {
         .def_property_readonly("isa", [](const Program &p) { return isa_name(p.isa()); });
 
     m.def("isa_available", &isa_available);
+    m.def(
+        "use_vnni",
+        [](std::optional<bool> enabled) {
+            if (enabled && *enabled && !__builtin_cpu_supports("avx512vnni"))
+                throw py::value_error("this CPU has no AVX-512 VNNI");
+            if (enabled) use_vnni = *enabled;
+            return use_vnni.load();
+        },
+        py::arg("enabled") = py::none());
     m.def("default_threads", &default_threads);
     m.def("fpenv_state", &fpenv_state);
     m.def("op_table", &op_table);
@@ -169,5 +180,5 @@ PYBIND11_MODULE(_native, m) {
             },
             py::arg("x").noconvert(), py::arg("form") = isa_available().back());
     m.def("ucrt_sweep", &ucrt_sweep_dict, py::arg("function"), py::arg("a"), py::arg("b"), py::arg("step") = 1,
-          py::arg("threads") = 1);
+          py::arg("b_below") = 0xffffffffu, py::arg("threads") = 1);
 }

@@ -78,6 +78,10 @@ inline VD power_of_two(VN e) {  // 2^e, e in the normal range
         _mm512_slli_epi64(_mm512_cvtepi32_epi64(_mm256_add_epi32(e, _mm256_set1_epi32(1023))), 52));
 }
 inline VN shift_right_6(VN n) { return _mm256_srai_epi32(n, 6); }
+inline bool any_magnitude_from(const float *x, int bits) {  // of f32[kDoubles]
+    const __m256i u = _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), _mm256_set1_epi32(0x7fffffff));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(u, _mm256_set1_epi32(bits - 1))) != 0;
+}
 // All ones in lane i where bit `bit` of n[i] is set, as a sign bit alone (-0.0) or as a blend mask.
 inline VD sign_from_bit(VN n, int bit) {
     return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_cvtepi32_epi64(_mm256_srli_epi32(n, bit)), 63));
@@ -182,6 +186,10 @@ inline VD power_of_two(VN e) {  // 2^e, e in the normal range
     return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_cvtepi32_epi64(_mm_add_epi32(e, _mm_set1_epi32(1023))), 52));
 }
 inline VN shift_right_6(VN n) { return _mm_srai_epi32(n, 6); }
+inline bool any_magnitude_from(const float *x, int bits) {  // of f32[kDoubles]
+    const __m128i u = _mm_and_si128(_mm_castps_si128(_mm_loadu_ps(x)), _mm_set1_epi32(0x7fffffff));
+    return _mm_movemask_epi8(_mm_cmpgt_epi32(u, _mm_set1_epi32(bits - 1))) != 0;
+}
 // The sign bit alone (-0.0) in lane i where bit `bit` of n[i] is set.
 inline VD sign_from_bit(VN n, int bit) {
     return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_cvtepi32_epi64(_mm_srli_epi32(n, bit)), 63));
@@ -247,12 +255,7 @@ inline VD cos_poly_vector(VD z) {
 
 // cosf_ucrt and sinf_ucrt of kDoubles angles at a time. c, s: f32[kDoubles], either may be null.
 inline void cos_sin_ucrt_vector(const float *x, float *c, float *s) {
-    unsigned largest = 0;
-    for (int i = 0; i < kDoubles; i++) {
-        const unsigned u = f32_bits(x[i]) & 0x7fffffffu;
-        largest = u > largest ? u : largest;
-    }
-    if (largest >= 0x4b800456u) {  // beyond the fast reduction of sinf, or not finite
+    if (any_magnitude_from(x, 0x4b800456)) {  // beyond the fast reduction of sinf, or not finite
         for (int i = 0; i < kDoubles; i++) {
             if (c != nullptr) c[i] = cosf_ucrt(x[i]);
             if (s != nullptr) s[i] = sinf_ucrt(x[i]);

@@ -27,7 +27,13 @@ struct UcrtSweep {
     uint64_t order_faults;  // neighbouring inputs whose results of `a` fall; counted for increasing functions
 };
 
-// Compares forms a and b on every `step`-th of the 2^32 inputs with `threads` threads.
-UcrtSweep ucrt_sweep(UcrtArrayFunction a, UcrtArrayFunction b, bool infinities_give_nan, uint32_t step, int threads);
+struct UcrtComparison {
+    UcrtArrayFunction a, b;
+    bool infinities_give_nan;
+    uint32_t step;     // of the 2^32 inputs, every step-th
+    uint32_t b_below;  // blocks of inputs whose magnitudes all have bits from this on are evaluated by `a` only
+};
+
+UcrtSweep ucrt_sweep(const UcrtComparison &comparison, int threads);
 
 }  // namespace kestrel
