@@ -1,0 +1,66 @@
+"""Runs matmul on arrays that end where memory ends; a read past an end kills the process with SIGSEGV.
+
+``python -m tests.ops.guarded_matmul WTYPE``, started by test_matmul.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kestrel.ops import WType
+from tests.ops.matmul_reference import Input, all_forms, product, random_input
+from tests.support.bits import assert_bits_equal
+from tests.support.models import random_tensor
+from tests.support.run_op import run_op
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_mappings: list[mmap.mmap] = []  # kept alive
+
+
+def guarded(array: Any) -> Any:
+    """A copy of ``array`` that ends right before a forbidden page; its first page has one before it."""
+    size = -(-max(array.nbytes, 1) // PAGE) * PAGE
+    mapping = mmap.mmap(-1, size + 2 * PAGE)
+    _mappings.append(mapping)
+    raw = np.frombuffer(mapping, np.uint8)
+    end = PAGE + size
+    copy = raw[end - array.nbytes : end].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    for page in (0, end):
+        if _libc.mprotect(ctypes.c_void_p(raw.ctypes.data + page), ctypes.c_size_t(PAGE), 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+    return copy
+
+
+def main() -> int:
+    wtype = WType[sys.argv[1]]
+    rng = np.random.default_rng(0)
+    lengths = (32, 64, 224, 256, 288, 352, 416) if wtype != WType.bf16 else (1, 7, 8, 12, 33, 256)
+    for k in lengths:
+        for n in (1, 7, 8, 21, 40):
+            w = random_tensor(rng, wtype, n, k)
+            w = replace(w, codes=guarded(w.codes), scale=None if w.scale is None else guarded(w.scale))
+            for M in (1, 2, 5, 9):
+                data = Input(*(guarded(a) for a in random_input(rng, M, k).arrays.values()))
+                want = product(w, data)
+                for form in all_forms():
+                    raw = np.full(M * n + 64, np.float32(7.25))
+                    y = raw[32 : 32 + M * n].reshape(M, n)
+                    with form.chosen():
+                        run_op("matmul", form.threads, form.isa, w=[w], n_w=1, M=M, y=y, **data.arrays)
+                    assert_bits_equal(y, want, f"k={k} n={n} M={M} {form}")
+                    assert (raw[:32] == 7.25).all(), f"written before y: k={k} n={n} M={M} {form}"
+                    assert (raw[32 + M * n :] == 7.25).all(), f"written after y: k={k} n={n} M={M} {form}"
+            _mappings.clear()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
