@@ -258,8 +258,8 @@ def show(results: list[Result], console: Console) -> None:
     for r in results:
         console.print(
             f"{r.model}: {r.threads} threads, {r.prompt_tokens} prompt tokens, "
-            f"{r.generated_tokens} decoded tokens, {len(r.kestrel.prompt)} rounds, {r.weight_bytes_per_token / 1e6:.1f} MB of weights a token, "
-            f"plain read {r.read_gb_per_second:.1f} GB/s"
+            f"{r.generated_tokens} decoded tokens, {len(r.kestrel.prompt)} rounds, "
+            f"{r.weight_bytes_per_token / 1e6:.1f} MB of weights a token, plain read {r.read_gb_per_second:.1f} GB/s"
         )
 
 

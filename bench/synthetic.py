@@ -100,7 +100,7 @@ def synthetic_weights(
         def place(name: str, part: str, array: npt.NDArray[Any]) -> None:
             out.write(bytes(-out.tell() % 64))
             places.append((name, part, array.shape, array.dtype, out.tell()))
-            out.write(memoryview(array).cast("B"))
+            array.tofile(out)
 
         specs = list(tensor_specs(config))
         for spec in specs:
