@@ -98,6 +98,7 @@ def spell(token: bytes) -> str:
     return "".join(CHAR_OF_BYTE[byte] for byte in token)
 
 
+@cache
 def qwen_tokenizer_json() -> bytes:
     """The tokenizer.json of Qwen3."""
     ranks = qwen_ranks()
@@ -141,6 +142,24 @@ TOKENIZER_CONFIG = {
     "unk_token": None,
 }
 GENERATION_CONFIG = {"eos_token_id": [151645, 151643], "bos_token_id": 151643}
+
+
+def qwen_gguf(path: Path, pre: str) -> Path:
+    """A GGUF file with the vocabulary and a pre-tokenizer of one's choice."""
+    from tests.support.gguf_files import CONTROL, NORMAL, USER_DEFINED, write_tokenizer
+
+    ranks = qwen_ranks()
+    return write_tokenizer(
+        path,
+        model="gpt2",
+        pre=pre,
+        tokens=[spell(token) for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
+        + [content for content, _ in ADDED_TOKENS],
+        types=[NORMAL] * len(ranks) + [CONTROL if special else USER_DEFINED for _, special in ADDED_TOKENS],
+        merges=[f"{spell(left)} {spell(right)}" for left, right in qwen_merges()],
+        ids={"bos": len(ranks), "eos": len(ranks) + 2},
+        flags={"add_bos_token": False},
+    )
 
 
 def qwen_files() -> dict[str, bytes]:

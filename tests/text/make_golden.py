@@ -1,11 +1,12 @@
 """Writes tests/golden/tokenizer_*.json: ids that llama.cpp gives to difficult strings.
 
-Run by hand, in an environment with llama-cpp-python, gguf, sentencepiece and protobuf:
+Run by hand, in an environment with this package's dev and reference extras, llama-cpp-python, sentencepiece
+and protobuf:
 
     python -m tests.text.make_golden SMOLLM2.gguf
 
 The SentencePiece vocabulary is trained here on the LICENSE and the strings; its ids are written only if
-SentencePiece and llama.cpp agree on every string.
+SentencePiece and llama.cpp agree on every string. Each pre-tokenizer is asked on the real Qwen vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +18,30 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.difficult_text import ALL_STRINGS, STRINGS
+from tests.support.difficult_text import (
+    ALL_STRINGS,
+    CJK,
+    CONTRACTIONS,
+    NUMBERS,
+    PUNCTUATION,
+    STRINGS,
+    WHITESPACE,
+)
 from tests.support.gguf_files import write_tokenizer
+from tests.support.qwen_vocab import qwen_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 CHOSEN = STRINGS[::2]
+PRE_STRINGS = [
+    *CONTRACTIONS,
+    " ".join(NUMBERS),
+    *WHITESPACE[7:],
+    *PUNCTUATION[2:6],
+    CJK[3],
+    "HTTPServer iPhone ÉCOLE",
+]
+PRE_NAMES = ["default", "gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe", "tekken"]
 
 
 def llama_ids(path: Path, strings: list[str]) -> list[list[int]]:
@@ -70,6 +89,12 @@ def dump(name: str, value: dict[str, Any]) -> None:
 
 def main(smollm2: Path) -> None:
     dump("tokenizer_smollm2.json", {"strings": CHOSEN, "ids": llama_ids(smollm2, CHOSEN)})
+
+    with tempfile.TemporaryDirectory() as folder:
+        ids_of = {}
+        for pre in PRE_NAMES:
+            ids_of[pre] = llama_ids(qwen_gguf(Path(folder) / f"{pre}.gguf", pre), PRE_STRINGS)
+    dump("tokenizer_pre.json", {"strings": PRE_STRINGS, **ids_of})
 
     processor, proto = train_sentence_piece()
     vocabulary = {

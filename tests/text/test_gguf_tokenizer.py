@@ -16,7 +16,8 @@ from kestrel.tokenizer import Tokenizer, tokenizer_files_from_gguf
 from tests.support.demo_model import demo_gguf
 from tests.support.difficult_text import ALL_STRINGS
 from tests.support.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_tokenizer
-from tests.support.text_models import golden
+from tests.support.qwen_vocab import qwen_tokenizer_json
+from tests.support.text_models import golden, make
 from tests.text.test_stream_decoder import check_stream
 
 BYTES = [CHAR_OF_BYTE[byte] for byte in range(256)]
@@ -189,6 +190,31 @@ def test_pre_tokenizers_cut_numbers(tmp_path: Path, pre: str) -> None:
     backend = load(byte_level(tmp_path, pre=pre))._backend
     pieces = backend.pre_tokenizer.pre_tokenize_str("12345 a's")
     assert [piece.replace("Ġ", " ") for piece, _ in pieces] == DIGITS[pre]
+
+
+@pytest.mark.parametrize("pre", [name for name in golden("tokenizer_pre.json") if name in PRE_TOKENIZERS])
+def test_pre_tokenizers_have_the_ids_of_llama_cpp(pre: str, tmp_path: Path) -> None:
+    """The parts of tokenizer.json that a pre-tokenizer decides, on a vocabulary where they show."""
+    whole = json.loads(qwen_tokenizer_json())
+    small = files(byte_level(tmp_path, pre=pre))["tokenizer.json"]
+    changed = {**whole, "pre_tokenizer": small["pre_tokenizer"], "normalizer": small["normalizer"]}
+    tokenizer = make(
+        {**changed, "model": {**whole["model"], "ignore_merges": small["model"]["ignore_merges"]}}
+    )
+    expected = golden("tokenizer_pre.json")
+    for text, ids in zip(expected["strings"], expected[pre], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+
+
+def test_names_with_one_pre_tokenizer() -> None:
+    def same(*names: str) -> bool:
+        return len({tuple(vars(PRE_TOKENIZERS[name]).items()) for name in names}) == 1
+
+    assert same("gpt-2", "phi-2")
+    assert same("smollm", "starcoder", "refact")
+    assert same("llama-bpe", "llama3", "llama-v3")
+    assert same("deepseek-r1-qwen", "megrez")
+    assert PRE_TOKENIZERS["megrez"].patterns == PRE_TOKENIZERS["qwen2"].patterns
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
