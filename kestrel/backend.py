@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,20 @@ class Program(Protocol):
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Run ops ``begin`` to ``end`` (exclusive; ``None`` is all), and return when they are done."""
+
+
+@runtime_checkable
+class GreedyProgram(Protocol):
+    """A one-row program that can feed the token it chose to the next step without the host."""
+
+    def greedy_loop(
+        self, ids: Buffer, pos: Buffer, chosen: Buffer, hashes: Buffer | None, taps: int, count: int
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+        """Yield ``count`` times the token a step chose (-1: not finite, the end) and its hashes u64[taps].
+
+        ``ids`` and ``pos`` hold the first step's input. Steps beyond the one yielded may have run, within
+        ``count``; when the iterator is closed early their KV rows are to be ignored.
+        """
 
 
 class Backend(Protocol):

@@ -7,7 +7,7 @@ order of steps. Text, stop strings and events are made above it, in ``kestrel.ll
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -157,18 +157,47 @@ class Engine:
             self._hand_over(len(prompt))
             first = time.perf_counter()
             timings.prompt_seconds = first - began
-            tokens = list(prompt)
-            for count in range(1, limit + 1):
-                timings.generated_tokens, timings.decoded_tokens = count, count - 1
-                timings.generation_seconds = time.perf_counter() - first
-                yield token
-                if count == limit:
-                    return
-                tokens.append(token)
-                self._forward(self.decode_model, [token], len(tokens) - 1, 1, sink)
-                token = self._choose(self.decode_model, 1, tokens, params)
+            following = self._following(list(prompt), token, limit - 1, params, sink)
+            try:
+                for count in range(1, limit + 1):
+                    timings.generated_tokens, timings.decoded_tokens = count, count - 1
+                    timings.generation_seconds = time.perf_counter() - first
+                    yield token
+                    if count == limit:
+                        return
+                    token = next(following)
+            finally:
+                following.close()
         finally:
             self._running = False
+
+    def _following(
+        self, tokens: list[int], token: int, count: int, params: SamplingParams, sink: TapSink | None
+    ) -> Generator[int]:
+        """The ``count`` tokens after ``token``, which follows ``tokens``."""
+        model, level = self.decode_model, sink.level if sink is not None else "off"
+        start = len(tokens)
+        loop = None
+        if params.greedy and count:
+            loop = model.greedy_loop(model.step(1, 1, level), token, start, count)
+        if loop is None:
+            for _ in range(count):
+                tokens.append(token)
+                self._forward(model, [token], len(tokens) - 1, 1, sink)
+                token = self._choose(model, 1, tokens, params)
+                yield token
+            return
+        del self._cached[start:]
+        for chosen, hashes in loop:
+            if len(self._cached) == len(tokens):
+                self._cached.append(token)
+            tokens.append(token)
+            if sink is not None:
+                sink.rows(model.step(1, 1, level).taps, len(tokens) - 1, hashes[:, None])
+            if chosen < 0:
+                self._raise_non_finite(tokens, model)
+            token = chosen
+            yield token
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """f32[T, V]: the logits after each of the T tokens, from an empty cache.

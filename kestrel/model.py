@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.backend import Backend, Buffer, Program
+from kestrel.backend import Backend, Buffer, GreedyProgram, Program
 from kestrel.config import ModelConfig
 from kestrel.kvcache import KVCache
 from kestrel.ops import OPS, Op, Weight, WType
@@ -148,6 +148,24 @@ class Model:
         for name, array in (("ids", ids), ("pos", positions), ("base", base)):
             self.backend.write(self.buffer(name, 1, np.int32), np.ascontiguousarray(array, np.int32))
 
+    def greedy_loop(
+        self, step: Step, token: int, position: int, count: int
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]] | None:
+        """Decode ``count`` tokens after ``token``, fed back by the backend; None where it cannot.
+
+        ``step`` has one row. Yields as ``GreedyProgram.greedy_loop`` does.
+        """
+        if not isinstance(step.program, GreedyProgram):
+            return None
+        if position + count > self.kv.slots:
+            raise ValueError(f"{count} steps from position {position} do not fit {self.kv.slots} slots")
+        self.load_rows(np.array([token], np.int32), np.array([position], np.int32))
+        ids, pos = self.buffer("ids", 1, np.int32), self.buffer("pos", 1, np.int32)
+        chosen = self.buffer("next", 1, np.int32, self.max_logit_rows)
+        taps = len(step.taps)
+        hashes = self.buffer("hash", self.max_rows, np.uint64, taps) if taps else None
+        return step.program.greedy_loop(ids, pos, chosen, hashes, taps, count)
+
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """f32[rows, V] of the last step."""
         buffer = self.buffer("logits", self.config.vocab_size, np.float32, self.max_logit_rows)
@@ -179,6 +197,7 @@ class _StepBuilder:
         self.tap_level = taps
         self.ops: list[Op] = []
         self.taps: list[Tap] = []
+        self._a8_turn = 0
 
     def build(self) -> None:
         c = self.config
@@ -381,11 +400,14 @@ class _StepBuilder:
         return out
 
     def _a8(self, label: str, x: Buffer, k: int, rows: int) -> Mapping[str, Any]:
-        """The a8 form of ``x``; one set of buffers serves every matrix, sized for the widest input."""
+        """The a8 form of ``x``. Two sets of buffers, sized for the widest input, take turns: a kernel that joins
+        ops may write one while it reads the other.
+        """
         m, widest = self.model, self._widest_input()
-        q = m.buffer("a8_q", 1, np.int8, self._a8_rows() * widest)
-        d = m.buffer("a8_d", 1, np.float32, self._a8_rows() * widest // 32)
-        gsum = m.buffer("a8_gsum", 1, np.int32, self._a8_rows() * widest // 32)
+        turn, self._a8_turn = self._a8_turn, 1 - self._a8_turn
+        q = m.buffer(f"a8_q{turn}", 1, np.int8, self._a8_rows() * widest)
+        d = m.buffer(f"a8_d{turn}", 1, np.float32, self._a8_rows() * widest // 32)
+        gsum = m.buffer(f"a8_gsum{turn}", 1, np.int32, self._a8_rows() * widest // 32)
         self._emit("quantize_a8", f"{label}.a8", x=x, q=q, d=d, gsum=gsum, M=rows, K=k)
         return dict(xq=q, xd=d, gsum=gsum)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kestrel.backend import Buffer
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.environment import load_cupy, open_device
+from kestrel.cuda.feedback import GreedyLoop
 from kestrel.cuda.graph import Graph
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
 from kestrel.cuda.sources import kernel_sources
@@ -89,6 +90,7 @@ class CudaProgram:
         self._graph_wanted = backend.graph and 1 <= rows <= GRAPH_ROWS
         self._graph: Graph | None = None
         self._ran_eagerly = False
+        self._loop: GreedyLoop | None = None
 
     @property
     def launches(self) -> int:
@@ -116,6 +118,14 @@ class CudaProgram:
                         self._single[number] = backend.prepare(launches(op, backend.mode, backend.tuning))
                     backend.launch(self._single[number])
             backend.synchronize(lambda: f"{self._ops[begin].label} to {self._ops[end - 1].label}")
+
+    def greedy_loop(
+        self, ids: Buffer, pos: Buffer, chosen: Buffer, hashes: Buffer | None, taps: int, count: int
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+        """Run ``count`` one-row steps, each on the token the one before chose: see GreedyLoop.run."""
+        if self._loop is None:
+            self._loop = GreedyLoop(self._backend, self._whole, ids, pos, chosen, hashes, taps)
+        return self._loop.run(count)
 
     def queue(self) -> None:
         """Queue a whole run; the device must be current.
@@ -274,10 +284,29 @@ class CudaBackend:
                     f"block {launch.block}, {launch.shared} bytes of shared memory: {status.name}"
                 )
 
-    def synchronize(self, what: Any = lambda: "the work queued before") -> None:
+    def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> tuple[Any, npt.NDArray[Any]]:
+        """Host memory that kernels can write to, zeroed: the allocation, to be kept, and a view of it."""
+        count = int(np.prod(shape, dtype=np.int64))
+        size = max(1, count * np.dtype(dtype).itemsize)
+        with self.current():
+            memory = self._cupy.cuda.alloc_pinned_memory(size)
+        view = np.frombuffer(memory, np.uint8, size)
+        view[...] = 0
+        return memory, view[: count * np.dtype(dtype).itemsize].view(dtype).reshape(tuple(shape))
+
+    def event(self) -> Any:
+        """A new event for ``wait``, to be recorded on ``stream``."""
+        with self.current():
+            return self._cupy.cuda.Event(block=False, disable_timing=True)
+
+    def synchronize(self, what: Callable[[], str] = lambda: "the work queued before") -> None:
         """Wait for the stream; an error of the GPU is reported with ``what()`` it was doing."""
+        self.wait(self.stream, what)
+
+    def wait(self, target: Any, what: Callable[[], str]) -> None:
+        """Wait for a stream or an event."""
         try:
-            self.stream.synchronize()
+            target.synchronize()
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise BackendError(
                 f"{self.name} failed in {what()}: {error}. After this error the process cannot use the GPU "
@@ -296,6 +325,10 @@ class CudaBackend:
     def _device(self) -> Iterator[None]:
         with self._cupy.cuda.Device(self.device.index):
             yield
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     _closed = False
 

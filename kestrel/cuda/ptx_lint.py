@@ -31,8 +31,19 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_moe_matmul": frozenset({"f32"}),
     "k_moe_combine": frozenset({"f32"}),
     "k_argmax": frozenset(),
+    "k_feedback": frozenset(),
     "k_l2_hash": frozenset(),
     "k_l2_hash_many": frozenset(),
+    "k_norm_a8": frozenset(),
+    "k_norm_matmul_u2r4": frozenset({"f32"}),
+    "k_norm_matmul_u4r2": frozenset({"f32"}),
+    "k_matmul_add_u2r4": frozenset({"f32"}),
+    "k_matmul_add_u4r2": frozenset({"f32"}),
+    "k_norm_router": frozenset({"f32", "f64"}),
+    "k_gate_up_u2": frozenset({"f32", "f64"}),
+    "k_gate_up_u4": frozenset({"f32", "f64"}),
+    "k_moe_down": frozenset({"f32"}),
+    "k_attn_stage": frozenset({"f32", "f64"}),
 }
 
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
