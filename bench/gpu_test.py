@@ -7,6 +7,7 @@ keeps what it found. ``--only`` picks stages, ``--list`` shows them. Exit code 1
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -34,10 +35,12 @@ STAGES = {
     "unary": "unary.all_inputs",
     "seed-table": "unary.seed_table",
     "ops": "ops.every_op",
+    "geometry": "ops.geometries",
     "models": "models.cpu_against_gpu",
     "graph": "models.graph_against_eager",
     "mixtures": "models.mixtures",
     "modes": "models.modes",
+    "commands": "compute.commands",
     "sanitizer": "compute.sanitizer",
     "synthetic": "synthetic.experiment",
 }
@@ -67,8 +70,11 @@ def environment() -> dict[str, Any]:
         facts["gpu"] = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except OSError as error:
         facts["gpu"] = f"nvidia-smi: {error}"
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    facts["commit"] = commit.stdout.strip() or None
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in ("kernels", "native", "kestrel") for p in (ROOT / folder).rglob("*")):
+        if path.suffix in {".cu", ".cuh", ".h", ".cpp", ".py"}:
+            digest.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    facts["sources_sha256"] = digest.hexdigest()  # of kernels/, native/ and kestrel/
     return facts
 
 

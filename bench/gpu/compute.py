@@ -76,6 +76,46 @@ def pytest_gpu(context: Context) -> dict[str, Any]:
     return _pytest(context, "gpu-tests.log", "tests/gpu")
 
 
+def commands(context: Context) -> dict[str, Any]:
+    """The command line: decode on CPU, GPU and mixtures, dumps compared by ``kestrel l2 diff``."""
+    folder = next((p.parent for p in sorted(context.models.glob("*/kestrel.json"))), None)
+    if folder is None:
+        return {"failures": [f"no converted model in {context.models}"]}
+    runs = {
+        "cpu": ([], {}),
+        "cuda": (["--cuda", "--l2exact"], {}),
+        "no-graph": (["--cuda", "--l2exact", "--no-graph"], {}),
+        "force-cpu": (["--cuda", "--l2exact"], {"KESTREL_FORCE_CPU": "1"}),
+        "decode-cpu": (["--cuda", "--l2exact"], {"KESTREL_CUDA_DECODE": "0"}),
+        "old-spelling": (["--cuda"], {"VLLM_CUDA_L2EXACT": "1"}),
+        "bitexact": (["--cuda", "--bitexact"], {}),
+        "fast": (["--cuda", "--mode", "fast"], {}),
+    }
+    failures, texts = [], {}
+    for name, (flags, variables) in runs.items():
+        dump = context.output / f"{name}.l2"
+        command = ["-m", "kestrel.decode", "-m", str(folder), "-p", "The memory of a computer", "-n", "48"]
+        result = context.python(*command, "--l2-dump", str(dump), *flags, variables=variables)
+        texts[name] = result.stdout
+        if result.returncode != 0:
+            failures.append(f"{name}: exit code {result.returncode}: {result.stderr[-600:]}")
+            continue
+        different = context.python("-m", "kestrel.l2", "diff", str(context.output / "cpu.l2"), str(dump))
+        exact = name not in ("bitexact", "fast")
+        if different.returncode != (0 if exact else 3):
+            failures.append(f"{name}: l2 diff gave {different.returncode}: {different.stdout[-600:]}")
+        if exact and result.stdout != texts["cpu"]:
+            failures.append(f"{name}: text differs: {result.stdout!r}")
+    for name, flags, code, message in (
+        ("no such GPU", ["--device", "cuda:77"], 1, "cuda:77"),
+        ("too much context", ["--cuda", "-c", "999999999"], 2, "context"),
+    ):
+        result = context.python("-m", "kestrel.decode", "-m", str(folder), "-p", "x", "-n", "1", *flags)
+        if result.returncode != code or message not in result.stderr:
+            failures.append(f"{name}: exit code {result.returncode}: {result.stderr[-600:]}")
+    return {"failures": failures, "summary": f"{len(runs)} runs of decode", "text": texts.get("cuda")}
+
+
 def sanitizer(context: Context) -> dict[str, Any]:
     """compute-sanitizer (memcheck, racecheck) over every op and a small whole model."""
     tool = shutil.which("compute-sanitizer")

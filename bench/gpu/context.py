@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,20 @@ class Context:
     output: Path
 
     def python(
-        self, *arguments: str, timeout: float = 590, log: str | None = None
+        self,
+        *arguments: str,
+        timeout: float = 590,
+        log: str | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run this Python from the repository root; output goes to ``log`` in the output folder too."""
         result = subprocess.run(
-            [sys.executable, *arguments], cwd=self.root, text=True, capture_output=True, timeout=timeout
+            [sys.executable, *arguments],
+            cwd=self.root,
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+            env={**os.environ, **(variables or {})},
         )
         if log is not None:
             (self.output / log).write_text(result.stdout + result.stderr)

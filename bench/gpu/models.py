@@ -15,6 +15,7 @@ from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.engine import Engine
+from kestrel.model import TapLevel
 from kestrel.ops import WType
 from kestrel.weights import Weights, load_model_folder
 from tests.support.dumps import Recorder, difference, generate
@@ -144,19 +145,26 @@ def mixtures(context: Context) -> dict[str, Any]:
     return {"failures": failures, "summary": f"2 mixtures, {len(expected[1].keys)} keys each"}
 
 
-def decode_milliseconds(engine: Engine, depth: int, steps: int, taps: str = "off") -> list[float]:
-    """Wall milliseconds of decode steps from position ``depth`` on, as the engine runs them."""
+def decode_milliseconds(engine: Engine, depth: int, steps: int, taps: TapLevel = "off") -> list[float]:
+    """Wall milliseconds between greedy tokens from position ``depth`` on, as the engine decodes them."""
     model = engine.decode_model
-    step = model.step(1, 1, taps)  # type: ignore[arg-type]
+    step = model.step(1, 1, taps)
     times = []
+    warm = 8
+    loop = model.greedy_loop(step, 1, depth, steps + warm)
+    if loop is not None:
+        begin = time.perf_counter()
+        for _token, _hashes in loop:
+            now = time.perf_counter()
+            times.append(1e3 * (now - begin))
+            begin = now
+        return times[warm:]
     token = np.array([1], np.int32)
     for position in range(depth, depth + steps + 3):
         begin = time.perf_counter()
         model.load_rows(token, np.array([position], np.int32))
         step.program.run()
         token = np.maximum(model.argmax(1), 0)
-        if taps != "off":
-            model.hashes(step, 1)
         times.append(1e3 * (time.perf_counter() - begin))
     return times[3:]
 

@@ -13,6 +13,7 @@ from kestrel import _native
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.engine import Engine
+from kestrel.launch import Tuning
 from kestrel.ops import WType
 from tests.support import op_cases as make
 from tests.support.bits import assert_bits_equal
@@ -153,6 +154,39 @@ def isa_levels(context: Context) -> dict[str, Any]:
             if found.count:
                 failures.append(f"{name}: {family} {shape}: {found}")
     return {"failures": failures, "summary": f"{', '.join(levels)}: {count} comparisons", "levels": levels}
+
+
+GEOMETRIES = (
+    Tuning(sms=1, elementwise_threads=32, norm_threads=32, qk_norm_heads=1, a8_warps=1, matmul_warps=1),
+    Tuning(sms=17, elementwise_threads=1024, norm_threads=1024, qk_norm_heads=7, a8_warps=8, matmul_warps=8),
+    Tuning(
+        matmul_row_tile=1, rope_blocks=1, rope_threads=32, kv_warps=1, router_threads=32, argmax_threads=32
+    ),
+    Tuning(
+        matmul_row_tile=2, attention_heads=1, attention_slots=1, attention_threads=64, hash_max_threads=32
+    ),
+    Tuning(matmul_row_tile=4, attention_heads=3, attention_slots=5, attention_threads=512, hash_bytes=7),
+    Tuning(matmul_max_blocks=3, attention_slots=32, router_threads=1024, kv_warps=16, hash_bytes=256),
+)
+
+
+def geometries(context: Context) -> dict[str, Any]:
+    """Launch parameters varied: no bit moves, in any op."""
+    cpu = CpuBackend()
+    cases = list(make.small_cases())
+    expected = [run_case(case, cpu) for case in cases]
+    failures = []
+    for number, tuning in enumerate(GEOMETRIES):
+        gpu = CudaBackend(0, "l2exact", tuning=tuning)
+        for case, arrays in zip(cases, expected, strict=True):
+            try:
+                actual = run_case(case, gpu)
+                for name, array in arrays.items():
+                    assert_bits_equal(actual[name], array, f"{case} {name}", any_nan=case.any_nan)
+            except Exception as error:
+                failures.append(f"geometry {number}: {case}: {error}")
+        gpu.close()
+    return {"failures": failures, "summary": f"{len(GEOMETRIES)} geometries x {len(cases)} cases"}
 
 
 def every_op(context: Context) -> dict[str, Any]:

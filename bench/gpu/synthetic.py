@@ -15,6 +15,7 @@ import numpy.typing as npt
 from bench.gpu.context import Context, markdown_table
 from bench.gpu.device_code import DeviceCode
 from bench.gpu.models import decode_milliseconds, prompt
+from bench.gpu.profile import kernel_table
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
@@ -122,23 +123,23 @@ def make_weights(config: ModelConfig, backend: DeviceWeights) -> Weights:
 
 
 def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
-    """Which experts the layers chose over ``tokens`` decode steps, and the range of activations."""
+    """Which experts the layers chose for random tokens after the text, and the range of activations."""
     model, config = engine.decode_model, engine.config
     assert config.moe is not None
     step = model.step(1, 1)
     routers = [i for i, op in enumerate(step.ops) if op.name == "router_topk"]
     counts = np.zeros((len(routers), config.moe.num_experts), np.int64)
-    token, top_k = np.array([1], np.int32), config.moe.top_k
+    top_k = config.moe.top_k
+    tokens_run = np.random.default_rng(11).integers(0, config.vocab_size, tokens).astype(np.int32)
     ids_buffer = model.buffer("rids", top_k, np.int32)
-    for position in range(start, start + tokens):
-        model.load_rows(token, np.array([position], np.int32))
+    for number in range(tokens):
+        model.load_rows(tokens_run[number : number + 1], np.array([start + number], np.int32))
         begin = 0
         for layer, index in enumerate(routers):
             step.program.run(begin, index + 1)
             begin = index + 1
             np.add.at(counts[layer], model.backend.read(ids_buffer, (top_k,)), 1)
         step.program.run(begin, None)
-        token = model.argmax(1)
     used = (counts > 0).sum(axis=1)
     share = counts.sum(axis=0) / counts.sum()
     x = model.backend.read(model.buffer("x", config.hidden_size, np.float32), (config.hidden_size,))
@@ -185,9 +186,11 @@ def experiment(context: Context) -> dict[str, Any]:
         failures.append(f"{found}; same text: {tokens == expected}")
     if keys_a_token != 11 * config.num_layers + 2:
         failures.append(f"{keys_a_token} keys a token")
-    spread = expert_spread(engine, positions, 16)
+    spread = expert_spread(engine, positions, 64)
     print(f"    spread: {spread}", flush=True)
     timings, head = time_modes(config, weights, gpu, engine)
+    kernels = kernel_table(engine, 1024)
+    print(markdown_table(kernels[0], kernels[1:]), flush=True)
     rows = [[name, *(f"{v:.3f}" for v in values)] for name, values in timings.items()]
     print(markdown_table(head, rows), flush=True)
     cpu_times = decode_milliseconds(reference, 100, 10)
@@ -203,6 +206,7 @@ def experiment(context: Context) -> dict[str, Any]:
         "seconds_with_dump": {"gpu": gpu_seconds, "cpu": cpu_seconds},
         "cpu_ms_per_token": float(np.median(cpu_times)),
         "spread": spread,
+        "kernels_at_1024": kernels,
         "timings_ms": {"columns": head[1:], **timings},
     }
 

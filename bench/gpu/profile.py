@@ -1,0 +1,59 @@
+"""Where the time of a decode step goes: each kernel of the step alone, timed on the device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from kestrel.cuda.device import CudaBackend, PreparedLaunch
+from kestrel.cuda.graph import Graph
+from kestrel.engine import Engine
+
+
+def replay_microseconds(backend: CudaBackend, launches: list[PreparedLaunch], repeats: int = 20) -> float:
+    """Median device time of one replay of ``launches`` recorded as a graph."""
+    cupy = backend._cupy
+    with backend.current():
+        backend.launch(launches)
+        backend.stream.synchronize()
+        graph = Graph.record(backend.stream, lambda: backend.launch(launches))
+        events = [cupy.cuda.Event() for _ in range(repeats + 1)]
+        for _ in range(3):
+            graph.launch()
+        for number, event in enumerate(events):
+            event.record(backend.stream)
+            if number < repeats:
+                graph.launch()
+        backend.stream.synchronize()
+        pairs = itertools.pairwise(events)
+        times = [1e3 * cupy.cuda.get_elapsed_time(a, b) for a, b in pairs]
+    return float(np.median(times))
+
+
+def kernel_table(engine: Engine, depth: int) -> list[list[Any]]:
+    """Rows of: kernel, launches a step, us each, us a step, share; the first row names the columns.
+
+    The launches of one kernel and grid in all layers are replayed one after the other, on the weights of
+    their own layers, so caches are as cold as in a real step.
+    """
+    model = engine.decode_model
+    backend: Any = model.backend
+    model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
+    program: Any = model.step(1, 1).program
+    groups: dict[tuple[str, Any], list[PreparedLaunch]] = {}
+    for item in program._whole:
+        groups.setdefault((item.launch.kernel, item.launch.grid), []).append(item)
+    whole = replay_microseconds(backend, program._whole)
+    rows = []
+    for (kernel, grid), launches in groups.items():
+        total = replay_microseconds(backend, launches)
+        rows.append([kernel, "x".join(map(str, grid)), len(launches), total / len(launches), total])
+    rows.sort(key=lambda row: -row[4])
+    listed = sum(row[4] for row in rows)
+    table = [["kernel", "grid", "launches", "us each", "us a step", "share"]]
+    table += [[k, g, n, f"{e:.2f}", f"{t:.1f}", f"{100 * t / listed:.1f} %"] for k, g, n, e, t in rows]
+    table.append(["sum of the parts", "", len(program._whole), "", f"{listed:.1f}", ""])
+    table.append(["whole step, one graph", "", "", "", f"{whole:.1f}", ""])
+    return table
