@@ -46,7 +46,7 @@ def native_and_oracle(
     model = make_model(config, weights, threads=2, slots=SEQUENCES * LENGTH)
     positions, base = np.tile(np.arange(LENGTH), SEQUENCES), np.repeat(np.arange(SEQUENCES) * LENGTH, LENGTH)
     native = run_rows(model, ids.reshape(-1), positions, base).logits
-    int8_inputs = weights["layers.0.q"].wtype != WType.bf16  # type: ignore[union-attr]
+    int8_inputs = weights["layers.0.o"].wtype != WType.bf16  # type: ignore[union-attr]
     quantising = oracle_of(oracle_config or config, weights, int8_attention=True, int8_inputs=int8_inputs)
     plain = oracle_of(oracle_config or config, weights)
     shape = (SEQUENCES * LENGTH, config.vocab_size)

@@ -47,6 +47,11 @@ AWKWARD: dict[str, tuple[Family, dict[str, Any]]] = {
         "llama",
         {"hidden": 160, "heads": 5, "kv_heads": 1, "head_dim": 64, "vocab": 301, "tie": True},
     ),
+    # Widths that are no multiple of 32, or of 8: those matrices stay bf16 beside quantised ones.
+    "llama-width-100": (
+        "llama",
+        {"hidden": 100, "heads": 5, "kv_heads": 5, "head_dim": 32, "ffn": 150, "vocab": 271},
+    ),
     "llama-no-gqa-hd80": (
         "llama",
         {"hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 80, "ffn": 224, "vocab": 299},
