@@ -7,8 +7,9 @@
 // A block takes the query heads of one KV head (or some of them), which share the K and V rows it reads, and one or
 // more chunks of 256 positions. Chunks merge left to right: within the block when it walks all of them (gridDim.x = 1),
 // otherwise by the last block of the row, from partial states in `work`.
+#include "block_norm.cuh"
+#include "stage_args.h"
 #include "ucrt.cuh"
-#include "port.cuh"
 
 #define CHUNK 256
 #define ATTENTION_COUNTERS 4096  // u32 at the start of `work`: zero before and after every launch
@@ -31,6 +32,13 @@ struct AttentionShared {
     float *l;         // f32[heads]: merged sum
     float *a;         // f32[heads]: factors of the current merge
     float *b;
+    // Of the stage only, whose block makes the queries and the new K and V row itself:
+    float *rows;       // f32[heads + 1, hd + 4]: q of each head and k, by steps raw, normed, turned
+    float *squares;    // f32[heads + 1, hd + 4]: squares, then r
+    float *angle;      // f32[hd]: cosines, sines
+    float *new_scale;  // f32[4]: ks and vs of the new row
+    signed char *new_row;  // i8[2, hd]: the new K and V row
+    unsigned *arrived;     // u32[4]
 };
 
 DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) {
@@ -48,6 +56,12 @@ DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) 
     sh.l = sh.m + heads;
     sh.a = sh.l + heads;
     sh.b = sh.a + heads;
+    sh.arrived = (unsigned *)(sh.b + heads + (4 - 5 * heads % 4) % 4);  // 16-byte aligned
+    sh.new_scale = (float *)(sh.arrived + 4);
+    sh.rows = sh.new_scale + 4;
+    sh.squares = sh.rows + (heads + 1) * (hd + 4);
+    sh.angle = sh.squares + (heads + 1) * (hd + 4);
+    sh.new_row = (signed char *)(sh.angle + hd);
     return sh;
 }
 
@@ -77,25 +91,98 @@ DEVICE void warp_prefix_max(const float *s, float *max, int count, float start) 
     }
 }
 
-// Queries of heads h0 .. h0+heads-1 of row m, quantised as KV rows are; a warp to a head.
-DEVICE void quantize_queries(const AttentionArgs &a, const AttentionShared &sh, int m, int h0, int heads) {
+// One head row as the KV cache holds it: codes i8[hd] to q8, its scale returned. One warp.
+DEVICE float warp_quantize_row(const float *x, int hd, signed char *q8) {
     const int lane = lane_id();
+    unsigned amax = 0;
+    for (int i = lane; i < hd; i += 32) {
+        const unsigned u = f32_bits(x[i]) & 0x7fffffffu;
+        amax = u > amax ? u : amax;
+    }
+    const A8Scale scale = a8_scale(group_max_u32(amax, 32));
+    for (int i = lane; i < hd; i += 32) q8[i] = (signed char)(scale.zero ? 0 : a8_code(x[i], scale.inv));
+    return scale.d;
+}
+
+// The queries of a block's heads; q: f32[heads, hd], rows `pitch` apart. A warp to a head.
+DEVICE void quantize_queries(const AttentionArgs &a, const AttentionShared &sh, const float *q, int pitch, int heads) {
     for (int j = warp_id(); j < heads; j += warp_count()) {
-        const float *const q = a.q + (long long)m * a.ld + (long long)(h0 + j) * a.hd;  // f32[hd]
-        unsigned amax = 0;
-        for (int i = lane; i < a.hd; i += 32) {
-            const unsigned u = f32_bits(q[i]) & 0x7fffffffu;
-            amax = u > amax ? u : amax;
-        }
-        const A8Scale scale = a8_scale(group_max_u32(amax, 32));
-        for (int i = lane; i < a.hd; i += 32)
-            sh.q8[j * a.hd + i] = (signed char)(scale.zero ? 0 : a8_code(q[i], scale.inv));
-        if (lane == 0) sh.qs[j] = scale.d * a.qscale;
+        const float d = warp_quantize_row(q + j * pitch, a.hd, sh.q8 + j * a.hd);
+        if (lane_id() == 0) sh.qs[j] = d * a.qscale;
     }
 }
 
-// s[j][t] for the positions of a chunk: `lanes` threads (a power of two) to a K row, 16 bytes each at a time.
-DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
+// Of the stage: q of the block's heads, and with them the new K row when `with_new`, through norm and RoPE into sh.rows; then
+// the new K and V row quantised into sh.new_row. Row 0 of every op (M = 1). Taps are written by one block each:
+// q by `store_q`, k and the cache by `store_new`. Ends with a barrier.
+DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, int h0, int heads, int kv, bool with_new,
+                      bool store_q, bool store_new) {
+    const int hd = st.attn.hd, half = hd / 2, pitch = hd + 4, rows = heads + (with_new ? 1 : 0);
+    const float pos = (float)st.rope.pos[0];
+    for (int i = threadIdx.x; i < rows * hd; i += blockDim.x) {
+        const int j = i / hd, e = i % hd;
+        const float v = j < heads ? st.attn.q[(h0 + j) * hd + e] : st.kv.k[kv * hd + e];
+        sh.rows[j * pitch + e] = v;
+        sh.squares[j * pitch + e] = v * v;
+    }
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = pos * st.rope.inv_freq[i];
+        sh.angle[i] = cosf_ucrt(angle) * st.rope.factor;
+        sh.angle[half + i] = sinf_ucrt(angle) * st.rope.factor;
+    }
+    __syncthreads();
+    if (st.has_norm && (int)threadIdx.x < rows) {  // the chains of all heads side by side
+        float *const squares = sh.squares + threadIdx.x * pitch;
+        const float ss = ordered_sum(squares, hd, 0.0f);
+        const float eps = (int)threadIdx.x < heads ? st.q_norm.eps : st.k_norm.eps;
+        squares[hd] = 1.0f / sqrt_f32(ss / (float)hd + eps);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * half; i += blockDim.x) {
+        const int j = i / half, e = i % half;
+        const bool is_q = j < heads, store = is_q ? store_q : store_new;
+        const long long tap = (long long)(is_q ? h0 + j : st.attn.nh + kv) * hd;  // in normed and roped
+        float x0 = sh.rows[j * pitch + e], x1 = sh.rows[j * pitch + e + half];
+        if (st.has_norm) {
+            const float r = sh.squares[j * pitch + hd];
+            const float *const w = is_q ? st.q_norm.w : st.k_norm.w;  // f32[hd]
+            x0 = (x0 * r) * w[e];
+            x1 = (x1 * r) * w[e + half];
+            if (store) {
+                st.normed[tap + e] = x0;
+                st.normed[tap + e + half] = x1;
+            }
+        }
+        const float c = sh.angle[e], s = sh.angle[half + e];
+        const float y0 = x0 * c - x1 * s, y1 = x1 * c + x0 * s;
+        sh.rows[j * pitch + e] = y0;
+        sh.rows[j * pitch + e + half] = y1;
+        if (store) {
+            st.roped[tap + e] = y0;
+            st.roped[tap + e + half] = y1;
+        }
+    }
+    __syncthreads();
+    if (!with_new) return;
+    for (int i = warp_id(); i < 2; i += warp_count()) {  // 0: K, 1: V
+        const float *const x = i == 0 ? sh.rows + heads * pitch : st.kv.v + kv * hd;  // f32[hd]
+        signed char *const row = sh.new_row + i * hd;
+        const float d = warp_quantize_row(x, hd, row);
+        if (lane_id() == 0) sh.new_scale[i] = d;
+        __syncwarp();
+        if (store_new) {
+            const long long slot = ((long long)st.kv.base[0] + st.kv.pos[0]) * st.kv.nkv + kv;
+            for (int e = lane_id(); e < hd; e += 32) (i == 0 ? st.kv.kq : st.kv.vq)[slot * hd + e] = row[e];
+            if (lane_id() == 0) (i == 0 ? st.kv.ks : st.kv.vs)[slot] = d;
+        }
+    }
+    __syncthreads();
+}
+
+// s[j][t] for the positions of a chunk: `lanes` threads (a power of two) to a K row, 16 bytes each at a time. Position t_new,
+// if in the chunk, is read from sh.new_row.
+DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                         int t_new) {
     const int units = a.hd / 16;  // of 16 bytes
     const int lanes = units <= 2 ? 2 : units <= 4 ? 4 : 8;
     const int part = threadIdx.x % lanes, rows = blockDim.x / lanes;
@@ -104,8 +191,9 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
         const int t = t0 + threadIdx.x / lanes;
         const bool active = t < count;
         const long long row = (slot0 + (active ? t : 0)) * a.nkv + kv;
-        const uint4 *const k = (const uint4 *)(a.kq + row * a.hd);  // i8[hd]
-        const float ks = active ? a.ks[row] : 0.0f;
+        const bool is_new = t == t_new;
+        const uint4 *const k = (const uint4 *)(is_new ? sh.new_row : a.kq + row * a.hd);  // i8[hd]
+        const float ks = is_new ? sh.new_scale[0] : active ? a.ks[row] : 0.0f;
         uint4 k8[2] = {};  // hd <= 256: at most two units of each thread
 #pragma unroll
         for (int u = 0; u < 2; u++)
@@ -131,7 +219,7 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
 
 // From scores and running maxima: p (over s), w, c and the bits of `moved`.
 DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count,
-                               int heads) {
+                               int heads, int t_new) {
     for (int i = threadIdx.x; i < heads * CHUNK; i += blockDim.x) {  // CHUNK is a multiple of 32: a warp stays in one head
         const int t = i % CHUNK;
         bool moved = false;
@@ -142,7 +230,7 @@ DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh
             if (moved) sh.c[i] = expf_ucrt(m_before - s);
             const float p = expf_ucrt(s - m);
             sh.s[i] = p;
-            sh.w[i] = p * a.vs[(slot0 + t) * a.nkv + kv];
+            sh.w[i] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
         }
         const unsigned bits = __ballot_sync(FULL_WARP, moved);
         if (lane_id() == 0) sh.moved[i / 32] = bits;
@@ -196,9 +284,9 @@ DEVICE float4 merge_four(float4 left, float4 right, float a, float b) {
 }
 
 // Partial state of one chunk, row and head in `work`: acc f32[hd], m, l, two unused. Chunk-major, so that the layout does not
-// depend on the context's capacity.
+// depend on the context's capacity. Before the states lie the rows that a stage stores for taps.
 DEVICE float *partial_state(const AttentionArgs &a, int chunk, int m, int h) {
-    float *const states = (float *)((unsigned *)a.work + ATTENTION_COUNTERS);
+    float *const states = (float *)((unsigned *)a.work + ATTENTION_COUNTERS) + 4ll * a.nh * a.hd;
     return states + (((long long)chunk * a.M + m) * a.nh + h) * (a.hd + 4);
 }
 
@@ -251,40 +339,59 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
     }
 }
 
-// Grid (chunk slots, nkv * slices, M): a block takes chunks blockIdx.x, blockIdx.x + gridDim.x, ... of row blockIdx.z for
-// one slice of the heads of one KV head. hd is a multiple of 16 up to 256. Dynamic shared: see AttentionShared.
-KERNEL void k_attn_decode_online(const AttentionArgs a) {
-    DYNAMIC_SHARED(shared);
-    __shared__ unsigned arrived;
+// V rows of a chunk on their way to shared memory; position t_new from sh.new_row.
+DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int t_new) {
+    const int units = a.hd / 16;
+    for (int i = threadIdx.x; i < count * units; i += blockDim.x) {
+        const int t = i / units, at = i % units * 16;
+        if (t != t_new) copy_async_16(sh.v8 + t * a.hd + at, a.vq + ((slot0 + t) * a.nkv + kv) * a.hd + at);
+    }
+}
+
+// A block takes chunks blockIdx.x, blockIdx.x + gridDim.x, ... of row blockIdx.z for one slice of the heads of one KV head
+// (blockIdx.y). With `st` it makes the row's queries and its new K and V row itself.
+DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st, unsigned char *shared) {
     const int per_kv = a.nh / a.nkv, slices = gridDim.y / a.nkv, slice_heads = (per_kv + slices - 1) / slices;
     const int m = blockIdx.z, kv = blockIdx.y / slices, first_head = blockIdx.y % slices * slice_heads;
     const int heads = per_kv - first_head < slice_heads ? per_kv - first_head : slice_heads;
     if (heads <= 0) return;  // the whole block
     const int h0 = kv * per_kv + first_head;
-    const int chunks = a.pos[m] / CHUNK + 1;
-    const bool alone = gridDim.x == 1;           // this block merges as it goes
-    const bool single = chunks == 1;             // nothing to merge
+    const int pos = a.pos[m], chunks = pos / CHUNK + 1;
+    const bool alone = gridDim.x == 1;  // this block merges as it goes
+    const bool single = chunks == 1;    // nothing to merge
     if (!alone && single && blockIdx.x > 0) return;
     const AttentionShared sh = attention_shared(shared, slice_heads, a.hd);
     const int quads = a.hd / 4, items = heads * quads + heads;
 
-    if ((int)blockIdx.x < chunks) quantize_queries(a, sh, m, h0, heads);
+    if ((int)blockIdx.x < chunks) {
+        if (st != nullptr) {
+            // The first chunk's rows travel while the queries are made.
+            const int begin = blockIdx.x * CHUNK, count = pos - begin < CHUNK ? pos - begin : CHUNK;
+            const long long slot0 = (long long)a.base[m] + begin;
+            for (int t = threadIdx.x; t < count; t += blockDim.x)
+                for (int at = 0; at < a.hd; at += 128) prefetch_l2(a.kq + ((slot0 + t) * a.nkv + kv) * a.hd + at);
+            const bool has_new = (chunks - 1) % gridDim.x == blockIdx.x;
+            make_rows(*st, sh, h0, heads, kv, has_new, blockIdx.x == 0, has_new && first_head == 0);
+            quantize_queries(a, sh, sh.rows, a.hd + 4, heads);
+        } else {
+            quantize_queries(a, sh, a.q + (long long)m * a.ld + (long long)h0 * a.hd, a.hd, heads);
+        }
+    }
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const int begin = chunk * CHUNK;
-        const int count = a.pos[m] + 1 - begin < CHUNK ? a.pos[m] + 1 - begin : CHUNK;
+        const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
+        const int t_new = st != nullptr ? pos - begin : -1;  // outside of the chunk unless it is the last
         const long long slot0 = (long long)a.base[m] + begin;
-        // V rows travel while the scores are computed.
-        for (int i = threadIdx.x; i < count * (a.hd / 16); i += blockDim.x) {
-            const int t = i / (a.hd / 16), at = i % (a.hd / 16) * 16;
-            copy_async_16(sh.v8 + t * a.hd + at, a.vq + ((slot0 + t) * a.nkv + kv) * a.hd + at);
-        }
+        fetch_values(a, sh, slot0, kv, count, t_new);
+        if (t_new >= 0 && t_new < count)
+            for (int i = threadIdx.x; i < a.hd; i += blockDim.x) sh.v8[t_new * a.hd + i] = sh.new_row[a.hd + i];
         __syncthreads();  // queries
-        chunk_scores(a, sh, slot0, kv, count, heads);
+        chunk_scores(a, sh, slot0, kv, count, heads, t_new);
         __syncthreads();
         for (int j = warp_id(); j < heads; j += warp_count())
             warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
         __syncthreads();
-        chunk_exponentials(a, sh, slot0, kv, count, heads);
+        chunk_exponentials(a, sh, slot0, kv, count, heads, t_new);
         if (alone && (int)threadIdx.x < heads) {
             const float right = sh.max[threadIdx.x * CHUNK + count - 1];
             const float left = chunk == 0 ? MINUS_INFINITY : sh.m[threadIdx.x];
@@ -328,16 +435,34 @@ KERNEL void k_attn_decode_online(const AttentionArgs a) {
         __threadfence();
         __syncthreads();
         unsigned *const counter = (unsigned *)a.work + (m * (int)gridDim.y + (int)blockIdx.y);
-        if (threadIdx.x == 0) arrived = atomicInc(counter, gridDim.x - 1);  // wraps to 0 for the next launch
+        if (threadIdx.x == 0) *sh.arrived = atomicInc(counter, gridDim.x - 1);  // wraps to 0 for the next launch
         __syncthreads();
-        if (arrived != gridDim.x - 1) return;
+        if (*sh.arrived != gridDim.x - 1) return;
         __threadfence();
         merge_partials(a, sh, m, h0, heads, chunks);
     }
     for (int i = threadIdx.x; i < heads * a.hd; i += blockDim.x) {
-        const int j = i / a.hd;
-        a.out[((long long)m * a.nh + h0) * a.hd + i] = sh.run[i] / sh.l[j];
+        const float out = sh.run[i] / sh.l[i / a.hd];
+        sh.run[i] = out;
+        a.out[((long long)m * a.nh + h0) * a.hd + i] = out;
     }
+    if (st != nullptr && st->has_a8) {  // heads * hd and h0 * hd are multiples of 32
+        __syncthreads();
+        const int g0 = h0 * a.hd / 32;
+        block_a8(sh.run, heads * a.hd / 32, st->a8.q + 32 * g0, st->a8.d + g0, st->a8.gsum + g0);
+    }
+}
+
+// Grid (chunk slots, nkv * slices, M); hd is a multiple of 16 up to 256. Dynamic shared: AttentionShared without the stage's.
+KERNEL LAUNCH_BOUNDS(512) void k_attn_decode_online(const AttentionArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_block(a, nullptr, shared);
+}
+
+// One row: q and k norm, RoPE, KV append, attention and the a8 of its result. Grid (chunk slots, nkv * slices).
+KERNEL LAUNCH_BOUNDS(512) void k_attn_stage(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_block(a.attn, &a, shared);
 }
 
 #endif

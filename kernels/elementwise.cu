@@ -1,6 +1,6 @@
 // Ops without a sum that needs an order: embedding rows, a8 quantisation, residual adds, SwiGLU.
+#include "block_norm.cuh"
 #include "ucrt.cuh"
-#include "port.cuh"
 
 #if !KESTREL_FAST
 
@@ -35,32 +35,18 @@ KERNEL void k_quantize_a8(const QuantizeA8Args a) {
     // Whole warps leave the loop together, so that the shuffles see all lanes.
     for (long long first = ((long long)blockIdx.x * warp_count() + warp_id()) * 4; first < total; first += stride) {
         const long long g = first + lane / 8;
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (g < total) x = *(const float4 *)(a.x + g * 32 + part * 4);
-        const float v[4] = {x.x, x.y, x.z, x.w};
-        unsigned amax = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const unsigned u = f32_bits(v[i]) & 0x7fffffffu;
-            amax = u > amax ? u : amax;
+        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (g < total) {
+            const float4 x = *(const float4 *)(a.x + g * 32 + part * 4);
+            v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
         }
-        amax = group_max_u32(amax, 8);
-        const A8Scale s = a8_scale(amax);
-        unsigned packed = 0;
-        int sum = 0;
-        if (!s.zero) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int code = a8_code(v[i], s.inv);
-                packed |= ((unsigned)code & 0xffu) << (8 * i);
-                sum += code;
-            }
-        }
-        sum = group_sum_s32(sum, 8);
+        float d;
+        int sum;
+        const unsigned packed = a8_group(v, &d, &sum);
         if (g < total) {
             ((unsigned *)a.q)[g * 8 + part] = packed;
             if (part == 0) {
-                a.d[g] = s.d;
+                a.d[g] = d;
                 a.gsum[g] = sum;
             }
         }

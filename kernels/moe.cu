@@ -1,60 +1,13 @@
 // Mixture of experts: router (contract section 8), the chosen experts' matrices (section 3), their combination (section 9).
-#include "ucrt.cuh"
 #include "matvec.cuh"
+#include "router.cuh"
 
 #if !KESTREL_FAST
 
-// Whether expert i (logit a) ranks before expert j (logit b): larger logit, then lower index; NaN below everything.
-DEVICE bool ranks_before(float a, int i, float b, int j) {
-    const bool a_nan = a != a, b_nan = b != b;
-    if (a_nan != b_nan) return b_nan;
-    if (!a_nan && a != b) return a > b;
-    return i < j;
-}
-
-// A block per row, grid-stride. Each expert counts who ranks before it, which gives its rank without a sort.
-// Dynamic shared: f32[E] logits, f32[E] exponentials of all experts, i32[T] ids, f32[T] chosen exponentials, f32[8].
+// A block per row, grid-stride. Dynamic shared: see block_router_topk.
 KERNEL void k_router_topk(const RouterTopkArgs a) {
     DYNAMIC_SHARED(shared);
-    float *const logits = (float *)shared;
-    float *const p_all = logits + a.E;
-    int *const ids = (int *)(p_all + a.E);
-    float *const p = (float *)(ids + a.T);
-    float *const lanes = p + a.T;
-    for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
-        for (int e = threadIdx.x; e < a.E; e += blockDim.x) logits[e] = a.logits[(long long)m * a.E + e];
-        __syncthreads();
-        for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
-            const float mine = logits[e];
-            int rank = 0;
-            for (int j = 0; j < a.E; j++) rank += ranks_before(logits[j], j, mine, e) ? 1 : 0;
-            if (rank < a.T) ids[rank] = e;
-        }
-        __syncthreads();
-        const float r_max = logits[ids[0]];
-        for (int t = threadIdx.x; t < a.T; t += blockDim.x) p[t] = expf_ucrt(logits[ids[t]] - r_max);
-        if (!a.norm_topk_prob)
-            for (int e = threadIdx.x; e < a.E; e += blockDim.x) p_all[e] = expf_ucrt(logits[e] - r_max);
-        __syncthreads();
-        if (a.norm_topk_prob) {
-            if (threadIdx.x == 0) {
-                float sum = p[0];
-                for (int t = 1; t < a.T; t++) sum += p[t];  // rank order
-                lanes[0] = sum;
-            }
-        } else if (threadIdx.x < 8) {
-            float sum = 0.0f;
-            for (int e = threadIdx.x; e < a.E; e += 8) sum += p_all[e];
-            lanes[threadIdx.x] = sum;
-        }
-        __syncthreads();
-        const float denominator = a.norm_topk_prob ? lanes[0] : hsum8(lanes);
-        for (int t = threadIdx.x; t < a.T; t += blockDim.x) {
-            a.ids[(long long)m * a.T + t] = ids[t];
-            a.weights[(long long)m * a.T + t] = p[t] / denominator;
-        }
-        __syncthreads();
-    }
+    for (int m = blockIdx.x; m < a.M; m += gridDim.x) block_router_topk(a, m, (float *)shared);
 }
 
 // Grid (weight rows, M * T), both strided: the concatenated rows of the expert that slot m * T + t chose.

@@ -1,51 +1,18 @@
 // Norms, contract section 4. Squares and results are computed by all threads; what the contract orders, the chain of
 // block sums or of squares, is walked by one thread over shared memory.
-#include "port.cuh"
-
-// Walks `n` floats of shared memory in ascending order onto `sum`; four loads are in flight ahead of the chain.
-DEVICE float ordered_sum(const float *terms, int n, float sum) {
-    int i = 0;
-    for (; i + 4 <= n; i += 4) {
-        const float4 t = *(const float4 *)(terms + i);
-        sum += t.x;
-        sum += t.y;
-        sum += t.z;
-        sum += t.w;
-    }
-    for (; i < n; i++) sum += terms[i];
-    return sum;
-}
+#include "block_norm.cuh"
 
 #if !KESTREL_FAST
 
-// One block per row (grid-stride). Dynamic shared: f32[d/8 + d%8 + 4].
+// A block per row, grid-stride. Dynamic shared: NormShared.
 KERNEL void k_rms_norm_cpu(const RmsNormArgs a) {
     DYNAMIC_SHARED(shared);
-    float *const terms = (float *)shared;      // f32[d/8 + d%8]: block sums, then the tail's squares
-    const int blocks = a.d / 8, tail = a.d % 8;
-    float *const r_shared = terms + blocks + tail;
+    const NormShared sh = norm_shared(shared, a.d);
     for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
-        const float *const x = a.x + (long long)m * a.d;  // f32[d]
-        float *const out = a.out + (long long)m * a.d;    // f32[d]
-        for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
-            float square[8];
-#pragma unroll
-            for (int k = 0; k < 8; k++) square[k] = x[8 * b + k] * x[8 * b + k];
-            terms[b] = hsum8(square);
-        }
-        for (int i = threadIdx.x; i < tail; i += blockDim.x) {
-            const float v = x[8 * blocks + i];
-            terms[blocks + i] = v * v;
-        }
+        float *const out = a.out + (long long)m * a.d;  // f32[d]
+        block_rms_norm(a.x + (long long)m * a.d, a.w, a.d, a.eps, sh);
+        for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = sh.x[i];
         __syncthreads();
-        if (threadIdx.x == 0) {
-            const float ss = ordered_sum(terms, blocks + tail, 0.0f);
-            *r_shared = 1.0f / sqrt_f32(ss / (float)a.d + a.eps);
-        }
-        __syncthreads();
-        const float r = *r_shared;
-        for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = (x[i] * r) * a.w[i];
-        __syncthreads();  // r and the terms are read before the next row overwrites them
     }
 }
 

@@ -41,6 +41,8 @@ DEVICE void copy_async_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Asks for the line that holds p.
+DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 #else
 
@@ -60,6 +62,7 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 // As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }
+DEVICE void prefetch_l2(const void *) {}
 
 #endif
 

@@ -44,6 +44,9 @@ class Tuning:
     attention_threads: int = 288
     router_threads: int = 128
     argmax_threads: int = 1024
+    stage_warps: int = 8  # of the stages that begin with a norm
+    stage_max_blocks: int = 400  # more blocks than this do not norm a row each for itself
+    row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
 
@@ -83,16 +86,27 @@ def attention_work_bytes(rows: int, heads: int, head_dim: int, context: int) -> 
     The memory must be zero before the first launch; every launch leaves its counters zero.
     """
     states = min(rows, SPLIT_ROWS) * heads * _ceil(context, CHUNK)
-    return 4 * ATTENTION_COUNTERS + 4 * states * (head_dim + 4)
+    rows_for_taps = 4 * heads * head_dim  # q and k of one row, after the norm and after RoPE
+    return 4 * (ATTENTION_COUNTERS + rows_for_taps + states * (head_dim + 4))
 
 
-def attention_shared_bytes(heads: int, head_dim: int) -> int:
-    """Dynamic shared memory of ``k_attn_decode_online`` for ``heads`` query heads of a block."""
-    return (
-        heads * head_dim
-        + CHUNK * head_dim
-        + 4 * (4 * heads * CHUNK + heads * 8 + heads * head_dim + 5 * heads)
-    )
+def norm_shared_bytes(d: int) -> int:
+    """Dynamic shared memory of a block that norms a row of ``d`` elements (``NormShared``)."""
+    floats = _round_up(d // 8 + d % 8, 4) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
+    return 4 * floats + _round_up(d, 16)
+
+
+def attention_shared_bytes(heads: int, head_dim: int, *, stage: bool = False) -> int:
+    """Dynamic shared memory of an attention block of ``heads`` query heads (``AttentionShared``)."""
+    floats = 4 * heads * CHUNK + 8 * heads + heads * head_dim + _round_up(5 * heads, 4) + 4
+    if stage:
+        floats += 4 + 2 * (heads + 1) * (head_dim + 4) + head_dim
+    return (heads + CHUNK + (2 if stage else 0)) * head_dim + 4 * floats
+
+
+def router_shared_bytes(experts: int, chosen: int) -> int:
+    """Dynamic shared memory of ``block_router_topk``."""
+    return 4 * (2 * experts + 2 * chosen + 8)
 
 
 # -- one function per op -----------------------------------------------------------------------------------
@@ -104,8 +118,7 @@ def _embed(a: Any, t: Tuning) -> list[Launch]:
 
 
 def _rms_norm(a: Any, t: Tuning) -> list[Launch]:
-    shared = 4 * (a.d // 8 + a.d % 8 + 1)
-    return [Launch("k_rms_norm_cpu", (a.M, 1, 1), (t.norm_threads, 1, 1), shared, a)]
+    return [Launch("k_rms_norm_cpu", (a.M, 1, 1), (t.norm_threads, 1, 1), norm_shared_bytes(a.d), a)]
 
 
 def _quantize_a8(a: Any, t: Tuning) -> list[Launch]:
@@ -144,19 +157,25 @@ def _kv_append(a: Any, t: Tuning) -> list[Launch]:
     return [Launch("k_kv_append", (blocks, 1, 1), (32 * t.kv_warps, 1, 1), 0, a)]
 
 
-def _attention(a: Any, t: Tuning) -> list[Launch]:
+def attention_geometry(a: Any, t: Tuning) -> tuple[Dim3, int, int]:
+    """Grid, threads and query heads of a block of an attention launch."""
     _check_head_dim(a.hd)
     per_kv = a.nh // a.nkv
     slices = _ceil(per_kv, min(per_kv, t.attention_heads))
     heads = _ceil(per_kv, slices)
     slots = t.attention_slots if a.M <= SPLIT_ROWS and a.work else 1
-    if slots > 1 and a.M * a.nkv * slices > ATTENTION_COUNTERS:
+    if slots > 1 and a.M * a.nkv * slices >= ATTENTION_COUNTERS:
         raise BackendError(
-            f"attention over {a.M} rows of {a.nh} heads needs more than {ATTENTION_COUNTERS} counters"
+            f"attention over {a.M} rows of {a.nh} heads needs {ATTENTION_COUNTERS} counters or more"
         )
     threads = min(t.attention_threads, _round_up(heads * (a.hd // 4 + 1), 32))
+    return (slots, a.nkv * slices, a.M), threads, heads
+
+
+def _attention(a: Any, t: Tuning) -> list[Launch]:
+    grid, threads, heads = attention_geometry(a, t)
     shared = attention_shared_bytes(heads, a.hd)
-    return [Launch("k_attn_decode_online", (slots, a.nkv * slices, a.M), (threads, 1, 1), shared, a)]
+    return [Launch("k_attn_decode_online", grid, (threads, 1, 1), shared, a)]
 
 
 def _check_head_dim(hd: int) -> None:
@@ -175,7 +194,7 @@ def _swiglu(a: Any, t: Tuning) -> list[Launch]:
 
 
 def _router_topk(a: Any, t: Tuning) -> list[Launch]:
-    shared = 4 * (2 * a.E + 2 * a.T + 8)
+    shared = router_shared_bytes(a.E, a.T)
     return [Launch("k_router_topk", (a.M, 1, 1), (t.router_threads, 1, 1), shared, a)]
 
 
@@ -256,15 +275,9 @@ def merge_hashes(ops: Sequence[ctypes.Structure], tuning: Tuning | None = None) 
 
 
 def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
-    """The launches of a whole step: those of its ops in order, neighbouring taps hashed together."""
-    found: list[Launch] = []
-    taps: list[Any] = []
-    for op in ops:
-        if op.name == "l2_hash":
-            taps.append(op.args)
-            continue
-        if taps:
-            found += merge_hashes(taps, tuning)
-            taps = []
-        found += launches(op, mode, tuning)
-    return found + (merge_hashes(taps, tuning) if taps else [])
+    """The launches of a whole step: ops of one row joined into stages where there is a stage for them
+    (``kestrel.stages``), taps hashed together where nothing overwrites them in between.
+    """
+    from kestrel.stages import plan_stages  # it builds on this module
+
+    return plan_stages(ops, mode, tuning or Tuning())

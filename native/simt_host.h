@@ -96,7 +96,7 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
 // One block runs at a time, so shared memory is static; its section is poisoned before each block. Not in a template:
 // g++ ignores the section of a template's static variable (tests/kernels/test_sources.py looks for that).
 #define __shared__ static __attribute__((section("simt_shared")))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 
 #define threadIdx (*simt::thread_index)
 #define blockIdx (simt::block_index)

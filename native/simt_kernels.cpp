@@ -10,6 +10,7 @@
 #include "../kernels/moe.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/stages.cu"
 
 namespace simt {
 
@@ -34,6 +35,16 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_argmax, ArgmaxArgs),
         SIMT_KERNEL(k_l2_hash, L2HashArgs),
         SIMT_KERNEL(k_l2_hash_many, L2HashManyArgs),
+        SIMT_KERNEL(k_norm_a8, NormA8Args),
+        SIMT_KERNEL(k_norm_matmul_u2r4, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u4r2, NormMatmulArgs),
+        SIMT_KERNEL(k_matmul_add_u2r4, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u4r2, MatmulAddArgs),
+        SIMT_KERNEL(k_norm_router, NormRouterArgs),
+        SIMT_KERNEL(k_gate_up_u2, GateUpArgs),
+        SIMT_KERNEL(k_gate_up_u4, GateUpArgs),
+        SIMT_KERNEL(k_moe_down, MoeDownArgs),
+        SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
     };
     return table;
 }

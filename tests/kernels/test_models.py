@@ -95,6 +95,9 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "attention_threads": (64, 512),
     "router_threads": (32, 256),
     "argmax_threads": (32, 256),
+    "stage_warps": (1, 16),
+    "stage_max_blocks": (1, 2),
+    "row_warps": (1, 16),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
 }

@@ -1,0 +1,135 @@
+// One row's rms_norm and a8 by a whole block, results in shared memory (contract sections 2 and 4).
+#pragma once
+
+#include "port.cuh"
+
+// Walks `n` floats of shared memory in ascending order onto `sum`; sixteen loads are in flight ahead of the chain.
+DEVICE float ordered_sum(const float *terms, int n, float sum) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        float4 t[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) t[j] = *(const float4 *)(terms + i + 4 * j);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            sum += t[j].x;
+            sum += t[j].y;
+            sum += t[j].z;
+            sum += t[j].w;
+        }
+    }
+    for (; i < n; i++) sum += terms[i];
+    return sum;
+}
+
+// Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32 where a8
+// is wanted.
+struct NormShared {
+    float *terms;    // f32[d/8 + d%8, rounded up to 4]: block sums, then the tail's squares
+    float *r;        // f32[4]
+    float *x;        // f32[d rounded up to 4]: the normalised row
+    int *gsum;       // i32[d/32 rounded up to 4]
+    float *d;        // f32[d/32 rounded up to 4]
+    signed char *q;  // i8[d]
+};
+
+DEVICE NormShared norm_shared(unsigned char *base, int d) {
+    const int terms = (d / 8 + d % 8 + 3) / 4 * 4, row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
+    NormShared sh;
+    sh.terms = (float *)base;
+    sh.r = sh.terms + terms;
+    sh.x = sh.r + 4;
+    sh.gsum = (int *)(sh.x + row);
+    sh.d = (float *)(sh.gsum + groups);
+    sh.q = (signed char *)(sh.d + groups);
+    return sh;
+}
+
+// Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory.
+DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+    const int blocks = d / 8, tail = d % 8;
+    for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+        float square[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) square[k] = x[8 * b + k] * x[8 * b + k];
+        sh.terms[b] = hsum8(square);
+    }
+    for (int i = threadIdx.x; i < tail; i += blockDim.x) {
+        const float v = x[8 * blocks + i];
+        sh.terms[blocks + i] = v * v;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const float ss = ordered_sum(sh.terms, blocks + tail, 0.0f);
+        sh.r[0] = 1.0f / sqrt_f32(ss / (float)d + eps);
+    }
+    __syncthreads();
+    const float r = sh.r[0];
+    for (int i = threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
+    __syncthreads();
+}
+
+// One group of 32: v[i] is element 4 * part + i of lane part = lane % 8. Returns the packed codes of this lane; all lanes of the
+// warp call it.
+DEVICE unsigned a8_group(const float *v, float *d, int *gsum) {
+    unsigned amax = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const unsigned u = f32_bits(v[i]) & 0x7fffffffu;
+        amax = u > amax ? u : amax;
+    }
+    const A8Scale s = a8_scale(group_max_u32(amax, 8));
+    unsigned packed = 0;
+    int sum = 0;
+    if (!s.zero) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int code = a8_code(v[i], s.inv);
+            packed |= ((unsigned)code & 0xffu) << (8 * i);
+            sum += code;
+        }
+    }
+    *d = s.d;
+    *gsum = group_sum_s32(sum, 8);
+    return packed;
+}
+
+// a8 of `groups` groups of x, f32[32 * groups] in shared memory, by the whole block into q, d, gsum (shared or global). No
+// barrier at the end.
+DEVICE void block_a8(const float *x, int groups, signed char *q, float *d, int *gsum) {
+    const int part = lane_id() % 8;
+    // Whole warps go round together, so that the shuffles see all lanes.
+    for (int first = warp_id() * 4; first < groups; first += warp_count() * 4) {
+        const int g = first + lane_id() / 8;
+        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (g < groups) {
+            const float4 x4 = *(const float4 *)(x + 32 * g + 4 * part);
+            v[0] = x4.x, v[1] = x4.y, v[2] = x4.z, v[3] = x4.w;
+        }
+        float scale;
+        int sum;
+        const unsigned packed = a8_group(v, &scale, &sum);
+        if (g < groups) {
+            ((unsigned *)q)[8 * g + part] = packed;
+            if (part == 0) {
+                d[g] = scale;
+                gsum[g] = sum;
+            }
+        }
+    }
+}
+
+// a8 of one group of x, f32[32] in shared memory, as group `g` of the op's output, by one whole warp.
+DEVICE void warp_a8_one(const float *x, const QuantizeA8Args &a8, long long g) {
+    const int part = lane_id() % 8;  // the warp's four slots do the same work
+    const float4 x4 = *(const float4 *)(x + 4 * part);
+    const float v[4] = {x4.x, x4.y, x4.z, x4.w};
+    float d;
+    int sum;
+    const unsigned packed = a8_group(v, &d, &sum);
+    if (lane_id() < 8) ((unsigned *)a8.q)[8 * g + part] = packed;
+    if (lane_id() == 0) {
+        a8.d[g] = d;
+        a8.gsum[g] = sum;
+    }
+}

@@ -1,0 +1,61 @@
+// Argument structs of the fused stages: the structs of the ops that a stage joins, by value. kestrel/stages.py repeats the
+// layout. A stage runs one row (M = 1), leaves the bits of its ops in every buffer that a tap reads, and leaves alone the
+// buffers between its ops that nothing else reads.
+#pragma once
+
+#include "op_args.h"
+
+// rms_norm, quantize_a8.
+struct NormA8Args {
+    RmsNormArgs norm;
+    QuantizeA8Args a8;
+};
+
+// rms_norm, quantize_a8, matmul.
+struct NormMatmulArgs {
+    RmsNormArgs norm;
+    QuantizeA8Args a8;
+    MatmulArgs mm;
+};
+
+// matmul, add: x += y.
+struct MatmulAddArgs {
+    MatmulArgs mm;
+    AddArgs add;
+};
+
+// qk_norm of q and k (has_norm), rope, kv_append, attention, quantize_a8 of the result (has_a8).
+struct AttentionStageArgs {
+    QkNormArgs q_norm, k_norm;
+    RopeArgs rope;
+    KvAppendArgs kv;
+    AttentionArgs attn;
+    QuantizeA8Args a8;
+    float *normed;  // f32[nh + nkv, hd]: q and k after the norm, for taps
+    float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, for taps
+    int has_norm;   // 0 | 1
+    int has_a8;     // 0 | 1
+};
+
+// rms_norm, quantize_a8, matmul by the bf16 router, router_topk.
+struct NormRouterArgs {
+    RmsNormArgs norm;
+    QuantizeA8Args a8;
+    MatmulArgs mm;
+    RouterTopkArgs topk;
+    unsigned *counter;  // u32[1], zero before and after
+};
+
+// moe_matmul by gate and up (or matmul: ids null), swiglu, quantize_a8.
+struct GateUpArgs {
+    MoeMatmulArgs mm;
+    SwigluArgs swiglu;
+    QuantizeA8Args a8;
+};
+
+// moe_matmul by down, moe_combine, add: x += out.
+struct MoeDownArgs {
+    MoeMatmulArgs mm;
+    MoeCombineArgs combine;
+    AddArgs add;
+};

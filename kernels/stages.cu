@@ -1,0 +1,293 @@
+// Stages of a decode step (M = 1): ops of one layer joined into one launch, because between short launches a GPU waits. The
+// arithmetic is that of the single ops, from the same device functions. Each stage asks for its weights before it waits
+// for anything else.
+#include "block_norm.cuh"
+#include "router.cuh"
+#include "stage_args.h"
+#include "warp_rows.cuh"
+
+#if !KESTREL_FAST
+
+// The a8 row and the norm, written once for taps and for later stages that read them.
+DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, const NormShared &sh, int m) {
+    const int groups = a8.K / 32;
+    for (int i = threadIdx.x; i < norm.d; i += blockDim.x) norm.out[(long long)m * norm.d + i] = sh.x[i];
+    for (int i = threadIdx.x; i < a8.K / 4; i += blockDim.x)
+        ((unsigned *)a8.q)[(long long)m * (a8.K / 4) + i] = ((const unsigned *)sh.q)[i];
+    for (int g = threadIdx.x; g < groups; g += blockDim.x) {
+        a8.d[(long long)m * groups + g] = sh.d[g];
+        a8.gsum[(long long)m * groups + g] = sh.gsum[g];
+    }
+}
+
+// rms_norm and a8 of row m into shared memory; ends with a barrier.
+DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
+    block_rms_norm(norm.x + (long long)m * norm.d, norm.w, norm.d, norm.eps, sh);
+    block_a8(sh.x, norm.d / 32, sh.q, sh.d, sh.gsum);
+    __syncthreads();
+}
+
+// A block per row, grid-stride; any M. Dynamic shared: NormShared.
+KERNEL void k_norm_a8(const NormA8Args a) {
+    DYNAMIC_SHARED(shared);
+    const NormShared sh = norm_shared(shared, a.norm.d);
+    for (int m = blockIdx.x; m < a.norm.M; m += gridDim.x) {
+        block_norm_a8(a.norm, m, sh);
+        store_norm_a8(a.norm, a.a8, sh, m);
+        __syncthreads();
+    }
+}
+
+// Which matrix and which of its rows a warp's unit of R rows is: units do not cross matrices.
+struct RowUnit {
+    Weight w;
+    int n, rows;  // first row within w, and how many (at most R; 0: past the end)
+    int out;      // first row in the concatenated output
+};
+
+DEVICE RowUnit row_unit(const MatmulArgs &a, int unit, int R) {
+    RowUnit at;
+    at.w = a.w[0];
+    at.out = 0;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        const int units = (at.w.n + R - 1) / R;
+        if (i < a.n_w && unit >= units) {
+            unit -= units;
+            at.out += at.w.n;
+            at.w = a.w[i];
+        }
+    }
+    at.n = unit * R;
+    at.rows = at.w.n - at.n < R ? at.w.n - at.n : R;
+    if (at.rows < 0) at.rows = 0;
+    at.out += at.n;
+    return at;
+}
+
+DEVICE int row_units(const MatmulArgs &a, int R) {
+    int units = 0;
+    for (int i = 0; i < a.n_w; i++) units += (a.w[i].n + R - 1) / R;
+    return units;
+}
+
+// Every block norms the row for itself while its first weights travel; block 0 stores the norm and its a8.
+template <int U, int R> DEVICE void norm_matmul(const NormMatmulArgs &a, unsigned char *shared) {
+    const NormShared sh = norm_shared(shared, a.norm.d);
+    const A8Row in = {sh.q, sh.d, sh.gsum};
+    const int units = row_units(a.mm, R), stride = gridDim.x * warp_count();
+    int unit = blockIdx.x * warp_count() + warp_id();
+    WarpRows<U, R> rows;
+    RowUnit at = row_unit(a.mm, unit, R);
+    if (unit < units) rows.begin(at.w, at.n, at.rows);
+    block_norm_a8(a.norm, 0, sh);
+    if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
+    while (unit < units) {
+        float y[R];
+        rows.finish(at.w, at.n, at.rows, in, sh.x, y);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (lane_id() == 0 && r < at.rows) a.mm.y[at.out + r] = y[r];
+        unit += stride;
+        if (unit < units) {
+            at = row_unit(a.mm, unit, R);
+            rows.begin(at.w, at.n, at.rows);
+        }
+    }
+}
+
+// Dynamic shared: NormShared. u: steps of a slot in flight, r: rows of a warp.
+KERNEL LAUNCH_BOUNDS(512) void k_norm_matmul_u2r4(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 4>(a, shared);
+}
+KERNEL LAUNCH_BOUNDS(512) void k_norm_matmul_u4r2(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<4, 2>(a, shared);
+}
+
+// y = w . a8 row, and x += y where there is a residual.
+template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a) {
+    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    const int units = row_units(a.mm, R);
+    for (int unit = blockIdx.x * warp_count() + warp_id(); unit < units; unit += gridDim.x * warp_count()) {
+        const RowUnit at = row_unit(a.mm, unit, R);
+        WarpRows<U, R> rows;
+        rows.begin(at.w, at.n, at.rows);
+        float y[R];
+        rows.finish(at.w, at.n, at.rows, in, a.mm.x, y);
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (lane_id() == 0 && r < at.rows) {
+                const int n = at.out + r;
+                a.mm.y[n] = y[r];
+                a.add.x[n] = a.add.x[n] + y[r];
+            }
+        }
+    }
+}
+KERNEL LAUNCH_BOUNDS(512) void k_matmul_add_u2r4(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
+KERNEL LAUNCH_BOUNDS(512) void k_matmul_add_u4r2(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
+
+// Norm, a8, router logits (four experts to a block, by its first warp) and, in the last block to finish, the choice.
+// Dynamic shared: NormShared, then bf16[4, H + 8], or what block_router_topk needs.
+KERNEL void k_norm_router(const NormRouterArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    const NormShared sh = norm_shared(shared, a.norm.d);
+    unsigned short *const tile = (unsigned short *)(sh.q + a.norm.d);  // bf16[4, H], rows `pitch` apart
+    const Weight &w = a.mm.w[0];
+    const int pitch = w.k + 8;  // spreads the four rows over the banks
+    for (int first = 4 * blockIdx.x; first < w.n; first += 4 * gridDim.x) {
+        const int rows = w.n - first < 4 ? w.n - first : 4;
+        const unsigned short *const source = (const unsigned short *)w.codes + (long long)first * w.k;
+        for (int i = threadIdx.x; i < rows * (w.k / 8); i += blockDim.x)
+            copy_async_16(tile + i / (w.k / 8) * pitch + 8 * (i % (w.k / 8)), source + 8 * i);
+        if (first == 4 * (int)blockIdx.x) {  // once
+            block_norm_a8(a.norm, 0, sh);
+            if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
+        }
+        copy_wait_all();
+        __syncthreads();
+        if (warp_id() == 0) {
+            const int slot = lane_id() / 8, l = lane_id() % 8;
+            float acc = 0.0f;
+            if (slot < rows) {
+#pragma unroll 16
+                for (int k = l; k < w.k; k += 8) acc = fma_f32(bf16_to_f32(tile[slot * pitch + k]), sh.x[k], acc);
+            }
+            const float y = group_hsum8(acc);
+            if (slot < rows && l == 0) a.mm.y[first + slot] = y;
+        }
+        __syncthreads();
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) arrived = atomicInc(a.counter, gridDim.x - 1);  // wraps to 0 for the next launch
+    __syncthreads();
+    if (arrived != gridDim.x - 1) return;
+    __threadfence();
+    block_router_topk(a.topk, 0, (float *)shared);
+}
+
+// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. Eight warps, four gate rows and
+// the four matching up rows to a warp. With ids null (a dense FFN) the matrices are taken as they are.
+template <int U> DEVICE void gate_up(const GateUpArgs &a, float *h) {
+    const int F = a.swiglu.F, t = blockIdx.y, lane = lane_id();
+    const long long expert = a.mm.ids != nullptr ? a.mm.ids[t] : 0;
+    const int groups = a.mm.w[0].k / 32;
+    const long long in_row = a.mm.per_slot ? t : 0;
+    const A8Row in = {a.mm.xq + in_row * a.mm.w[0].k, a.mm.xd + in_row * groups, a.mm.gsum + in_row * groups};
+    const float *const x = a.mm.x + in_row * a.mm.w[0].k;
+    for (int g = blockIdx.x; g < F / 32; g += gridDim.x) {
+        for (int part = warp_id(); part < 8; part += warp_count()) {
+            const long long n = expert * F + 32 * g + 4 * part;
+            WarpRows<U, 4> gate, up;
+            gate.begin(a.mm.w[0], n, 4);
+            up.begin(a.mm.w[1], n, 4);
+            float gate_y[4], up_y[4];
+            gate.finish(a.mm.w[0], n, 4, in, x, gate_y);
+            up.finish(a.mm.w[1], n, 4, in, x, up_y);
+            float mine_gate = 0.0f, mine_up = 0.0f;  // lane r takes row r
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                if (lane == r) {
+                    mine_gate = gate_y[r];
+                    mine_up = up_y[r];
+                }
+            }
+            if (lane < 4) h[4 * part + lane] = (mine_gate / (1.0f + expf_ucrt(-mine_gate))) * mine_up;
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            const long long out = (long long)t * (F / 32) + g;  // group of h
+            warp_a8_one(h, a.a8, out);
+            a.swiglu.h[32 * out + lane] = h[lane];
+        }
+        __syncthreads();
+    }
+}
+KERNEL LAUNCH_BOUNDS(256) void k_gate_up_u2(const GateUpArgs a) {
+    __shared__ __align__(16) float h[32];
+    gate_up<2>(a, h);
+}
+KERNEL LAUNCH_BOUNDS(256) void k_gate_up_u4(const GateUpArgs a) {
+    __shared__ __align__(16) float h[32];
+    gate_up<4>(a, h);
+}
+
+// A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and added to x.
+// Dynamic shared: f32[warps, T].
+KERNEL LAUNCH_BOUNDS(512) void k_moe_down(const MoeDownArgs a) {
+    DYNAMIC_SHARED(shared);
+    const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;
+    float *const ys = (float *)shared + warp_id() * T;
+    const Weight &w = a.mm.w[0];
+    const int groups = w.k / 32;
+    for (int n = blockIdx.x * warp_count() + warp_id(); n < w.n; n += gridDim.x * warp_count()) {
+        for (int t0 = 0; t0 < T; t0 += 8) {
+            float acc[2] = {0.0f, 0.0f};
+            InputRows<1> in[2];
+            long long row[2] = {0, 0};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int t = t0 + 4 * i + slot;
+                const long long at = t < T ? t : 0;
+                row[i] = (long long)a.mm.ids[at] * w.n + n;
+                in[i] = {{a.mm.x + at * w.k}, {a.mm.xq + at * w.k}, {a.mm.xd + at * groups}, {a.mm.gsum + at * groups}};
+            }
+            if (w.wtype == KESTREL_Q4LOCAL) {
+                // Both experts of the slot in flight together.
+                const unsigned char *const codes = (const unsigned char *)w.codes;
+                const int g_end0 = t0 + slot < T ? groups : 0, g_end1 = t0 + 4 + slot < T ? groups : 0;
+                for (int g0 = l; g0 < groups; g0 += 32) {
+                    uint4 c[2][4];
+                    unsigned short s[2][4];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+#pragma unroll
+                        for (int u = 0; u < 4; u++) {
+                            const int g = g0 + 8 * u;
+                            if (g < (i ? g_end1 : g_end0)) {
+                                c[i][u] = load_streaming(codes + (row[i] * groups + g) * 16);
+                                s[i][u] = load_streaming_u16(w.scale + row[i] * groups + g);
+                            }
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+#pragma unroll
+                        for (int u = 0; u < 4; u++) {
+                            const int g = g0 + 8 * u;
+                            if (g < (i ? g_end1 : g_end0)) {
+                                const uint4 *const q = (const uint4 *)(in[i].xq[0] + 32ll * g);
+                                const int dot = dot_q4(c[i][u], q[0], q[1], in[i].gsum[0][g]);
+                                acc[i] = fma_f32((float)dot, half_to_float(s[i][u]) * in[i].xd[0][g], acc[i]);
+                            }
+                        }
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (t0 + 4 * i + slot < T) weight_row<1>(w, row[i], in[i], l, acc + i);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int t = t0 + 4 * i + slot;
+                const float y = group_hsum8(acc[i]);
+                if (l == 0 && t < T) ys[t] = y;
+            }
+        }
+        __syncwarp();
+        if (lane == 0) {
+            float acc = 0.0f;
+            for (int t = 0; t < T; t++) acc = fma_f32(a.combine.weights[t], ys[t], acc);  // rank order
+            a.combine.out[n] = acc;
+            a.add.x[n] = a.add.x[n] + acc;
+        }
+        __syncwarp();
+    }
+}
+
+#endif
