@@ -479,7 +479,8 @@ def _read_plain(read_raw: RawRows, dtype: npt.DTypeLike, begin: int, end: int) -
 def _read_dequantised(read_raw: RawRows, type_: Any, begin: int, end: int) -> F32:
     import gguf
 
-    values: F32 = gguf.quants.dequantize(read_raw(begin, end), type_)
+    with np.errstate(invalid="ignore", over="ignore"):  # weights that are not finite are found by the caller
+        values: F32 = gguf.quants.dequantize(read_raw(begin, end), type_)
     return values
 
 
