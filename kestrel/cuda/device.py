@@ -22,7 +22,6 @@ from kestrel.cuda.sources import kernel_sources
 from kestrel.errors import BackendError
 from kestrel.launch import Launch, Tuning, attention_work_bytes, launches, plan
 from kestrel.ops import Op
-from kestrel.tap_schedule import delay_taps
 
 Mode = Literal["fast", "bitexact", "l2exact"]
 GRAPH_ROWS = 8  # programs of up to this many rows repeat, so they are worth recording
@@ -84,7 +83,7 @@ class CudaProgram:
     def __init__(self, backend: CudaBackend, ops: Sequence[Op]) -> None:
         self._backend = backend
         self._ops = list(ops)
-        self._whole = backend.prepare(plan(delay_taps(self._ops), backend.mode, backend.tuning))
+        self._whole = backend.prepare(plan(self._ops, backend.mode, backend.tuning))
         self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
         rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
         self._graph_wanted = backend.graph and 1 <= rows <= GRAPH_ROWS
