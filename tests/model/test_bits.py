@@ -81,6 +81,24 @@ def test_taps_change_nothing(family: Family) -> None:
     assert standard.keys.items() < extended.keys.items()
 
 
+@pytest.mark.parametrize("logit_rows", [0, 1, 5])
+def test_logits_of_the_last_rows_only(logit_rows: int) -> None:
+    """A prompt needs the logits of its last row; leaving the others out changes nothing."""
+    config = tiny_config("qwen3_moe")
+    ids = random_ids(20, config.vocab_size)
+    expected = run_tokens(make_model(config), ids, taps="extended")
+    model = make_model(config)
+    step = model.step(20, logit_rows, "extended")
+    model.load_rows(ids, np.arange(20, dtype=np.int32))
+    step.program.run()
+    if logit_rows:
+        assert_bits_equal(model.logits(logit_rows), expected.logits[20 - logit_rows :])
+        assert_bits_equal(model.argmax(logit_rows), expected.next[20 - logit_rows :])
+    for tap, hashes in zip(step.taps, model.hashes(step, 20), strict=True):
+        for t in range(tap.rows_from, 20):
+            assert int(hashes[t]) == expected.keys[tap.key(t)]
+
+
 def test_standard_keys_of_a_48_layer_model() -> None:
     config = tiny_config("qwen3_moe", layers=48, hidden=32, heads=1, kv_heads=1, moe_ffn=32)
     run = run_tokens(make_model(config, slots=2, max_rows=2), [1, 2], taps="standard")
