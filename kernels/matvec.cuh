@@ -117,15 +117,16 @@ DEVICE void row_bf16(const unsigned short *w, int length, const InputRows<MT> &i
     }
 }
 
-// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before).
-template <int MT>
+// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before). DEEP keeps more loads
+// in flight for more registers.
+template <int MT, bool DEEP = true>
 DEVICE void weight_row(const Weight &w, long long n, const InputRows<MT> &in, int lane, float *acc) {
     const int groups = w.k / 32;
     const unsigned char *const codes = (const unsigned char *)w.codes;
     if (w.wtype == KESTREL_Q4LOCAL)
-        row_q4local<MT, MT == 1 ? 8 : 4>(codes + n * groups * 16, w.scale + n * groups, groups, in, lane, acc);
+        row_q4local<MT, !DEEP ? 2 : MT == 1 ? 8 : 4>(codes + n * groups * 16, w.scale + n * groups, groups, in, lane, acc);
     else if (w.wtype == KESTREL_Q8LOCAL)
-        row_q8local<MT, MT == 1 ? 4 : 2>(codes + n * groups * 32, w.scale + n * groups, groups, in, lane, acc);
+        row_q8local<MT, !DEEP ? 2 : MT == 1 ? 4 : 2>(codes + n * groups * 32, w.scale + n * groups, groups, in, lane, acc);
     else
-        row_bf16<MT, MT == 1 ? 16 : 8>((const unsigned short *)w.codes + n * w.k, w.k, in, lane, acc);
+        row_bf16<MT, !DEEP ? 4 : MT == 1 ? 16 : 8>((const unsigned short *)w.codes + n * w.k, w.k, in, lane, acc);
 }

@@ -97,11 +97,11 @@ template <int U, int R> DEVICE void norm_matmul(const NormMatmulArgs &a, unsigne
 }
 
 // Dynamic shared: NormShared. u: steps of a slot in flight, r: rows of a warp.
-KERNEL LAUNCH_BOUNDS(512) void k_norm_matmul_u2r4(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void k_norm_matmul_u2r4(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul<2, 4>(a, shared);
 }
-KERNEL LAUNCH_BOUNDS(512) void k_norm_matmul_u4r2(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void k_norm_matmul_u4r2(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul<4, 2>(a, shared);
 }
@@ -126,8 +126,8 @@ template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a) {
         }
     }
 }
-KERNEL LAUNCH_BOUNDS(512) void k_matmul_add_u2r4(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
-KERNEL LAUNCH_BOUNDS(512) void k_matmul_add_u4r2(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
+KERNEL LAUNCH_BOUNDS(256) void k_matmul_add_u2r4(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
+KERNEL LAUNCH_BOUNDS(256) void k_matmul_add_u4r2(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
 
 // Norm, a8, router logits (four experts to a block, by its first warp) and, in the last block to finish, the choice.
 // Dynamic shared: NormShared, then bf16[4, H + 8], or what block_router_topk needs.
@@ -170,9 +170,9 @@ KERNEL void k_norm_router(const NormRouterArgs a) {
     block_router_topk(a.topk, 0, (float *)shared);
 }
 
-// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. Eight warps, four gate rows and
-// the four matching up rows to a warp. With ids null (a dense FFN) the matrices are taken as they are.
-template <int U> DEVICE void gate_up(const GateUpArgs &a, float *h) {
+// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. A warp takes R gate rows and the
+// matching up rows at a time. With ids null (a dense FFN) the matrices are taken as they are.
+template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
     const int F = a.swiglu.F, t = blockIdx.y, lane = lane_id();
     const long long expert = a.mm.ids != nullptr ? a.mm.ids[t] : 0;
     const int groups = a.mm.w[0].k / 32;
@@ -180,23 +180,23 @@ template <int U> DEVICE void gate_up(const GateUpArgs &a, float *h) {
     const A8Row in = {a.mm.xq + in_row * a.mm.w[0].k, a.mm.xd + in_row * groups, a.mm.gsum + in_row * groups};
     const float *const x = a.mm.x + in_row * a.mm.w[0].k;
     for (int g = blockIdx.x; g < F / 32; g += gridDim.x) {
-        for (int part = warp_id(); part < 8; part += warp_count()) {
-            const long long n = expert * F + 32 * g + 4 * part;
-            WarpRows<U, 4> gate, up;
-            gate.begin(a.mm.w[0], n, 4);
-            up.begin(a.mm.w[1], n, 4);
-            float gate_y[4], up_y[4];
-            gate.finish(a.mm.w[0], n, 4, in, x, gate_y);
-            up.finish(a.mm.w[1], n, 4, in, x, up_y);
+        for (int first = R * warp_id(); first < 32; first += R * warp_count()) {
+            const long long n = expert * F + 32 * g + first;
+            WarpRows<U, R> gate, up;
+            gate.begin(a.mm.w[0], n, R);
+            up.begin(a.mm.w[1], n, R);
+            float gate_y[R], up_y[R];
+            gate.finish(a.mm.w[0], n, R, in, x, gate_y);
+            up.finish(a.mm.w[1], n, R, in, x, up_y);
             float mine_gate = 0.0f, mine_up = 0.0f;  // lane r takes row r
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < R; r++) {
                 if (lane == r) {
                     mine_gate = gate_y[r];
                     mine_up = up_y[r];
                 }
             }
-            if (lane < 4) h[4 * part + lane] = (mine_gate / (1.0f + expf_ucrt(-mine_gate))) * mine_up;
+            if (lane < R) h[first + lane] = (mine_gate / (1.0f + expf_ucrt(-mine_gate))) * mine_up;
         }
         __syncthreads();
         if (warp_id() == 0) {
@@ -207,18 +207,18 @@ template <int U> DEVICE void gate_up(const GateUpArgs &a, float *h) {
         __syncthreads();
     }
 }
-KERNEL LAUNCH_BOUNDS(256) void k_gate_up_u2(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void k_gate_up_u2(const GateUpArgs a) {
     __shared__ __align__(16) float h[32];
-    gate_up<2>(a, h);
+    gate_up<2, 2>(a, h);
 }
-KERNEL LAUNCH_BOUNDS(256) void k_gate_up_u4(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void k_gate_up_u4(const GateUpArgs a) {
     __shared__ __align__(16) float h[32];
-    gate_up<4>(a, h);
+    gate_up<4, 1>(a, h);
 }
 
 // A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and added to x.
 // Dynamic shared: f32[warps, T].
-KERNEL LAUNCH_BOUNDS(512) void k_moe_down(const MoeDownArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void k_moe_down(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;
     float *const ys = (float *)shared + warp_id() * T;
@@ -234,7 +234,8 @@ KERNEL LAUNCH_BOUNDS(512) void k_moe_down(const MoeDownArgs a) {
                 const int t = t0 + 4 * i + slot;
                 const long long at = t < T ? t : 0;
                 row[i] = (long long)a.mm.ids[at] * w.n + n;
-                in[i] = {{a.mm.x + at * w.k}, {a.mm.xq + at * w.k}, {a.mm.xd + at * groups}, {a.mm.gsum + at * groups}};
+                in[i] = {{a.mm.x + at * w.k}, {a.mm.xq + at * w.k},
+                         {a.mm.xd + at * groups}, {a.mm.gsum + at * groups}};
             }
             if (w.wtype == KESTREL_Q4LOCAL) {
                 // Both experts of the slot in flight together.
@@ -270,7 +271,7 @@ KERNEL LAUNCH_BOUNDS(512) void k_moe_down(const MoeDownArgs a) {
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if (t0 + 4 * i + slot < T) weight_row<1>(w, row[i], in[i], l, acc + i);
+                    if (t0 + 4 * i + slot < T) weight_row<1, false>(w, row[i], in[i], l, acc + i);
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {

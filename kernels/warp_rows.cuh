@@ -105,7 +105,7 @@ template <int U, int R> struct WarpRows {
         const int slot = lane_id() / 8;
         InputRows<1> one = {{x}, {in.q}, {in.d}, {in.gsum}};
         float acc[1] = {0.0f};
-        if (slot < rows) weight_row<1>(w, n + slot, one, lane_id() % 8, acc);
+        if (slot < rows) weight_row<1, false>(w, n + slot, one, lane_id() % 8, acc);
         const float sum = group_hsum8(acc[0]);
 #pragma unroll
         for (int r = 0; r < R; r++) y[r] = __shfl_sync(FULL_WARP, sum, 8 * r);

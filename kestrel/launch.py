@@ -46,6 +46,7 @@ class Tuning:
     argmax_threads: int = 1024
     stage_warps: int = 8  # of the stages that begin with a norm
     stage_max_blocks: int = 400  # more blocks than this do not norm a row each for itself
+    gate_up_warps: int = 8
     row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024

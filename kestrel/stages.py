@@ -238,7 +238,11 @@ def _gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:
         moe = mm
     suffix = "u2" if mm.w[0].k <= 2048 else "u4"
     launch = Launch(
-        f"k_gate_up_{suffix}", (width // 32, slots, 1), (256, 1, 1), 0, GateUpArgs(moe, swiglu, a8)
+        f"k_gate_up_{suffix}",
+        (width // 32, slots, 1),
+        (32 * t.gate_up_warps, 1, 1),
+        0,
+        GateUpArgs(moe, swiglu, a8),
     )
     return Stage(ops[:3], [launch], _written(ops[1:3]), hidden=_outputs(ops[0]))
 
@@ -335,20 +339,21 @@ def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
 def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
     """The launches of a whole step. Only l2exact joins ops; the other modes hash taps together, no more."""
     core = [op for op in ops if op.name != "l2_hash"]
+    first: list[Any] = []  # taps before any other op
     taps: list[list[Any]] = [[] for _ in core]
     at = -1
     for op in ops:
         if op.name != "l2_hash":
             at += 1
         else:
-            taps[at].append(op.args)
+            (taps[at] if at >= 0 else first).append(op.args)
     if mode == "l2exact":
         stages = _stages(core, t, taps)
     else:
         stages = [Stage([op], launches(op, mode, t), _outputs(op)) for op in core]
 
     found: list[Launch] = []
-    pending: list[Any] = []
+    pending = first
     at = 0
     for stage in stages:
         if any(_overlap(_source(tap), stage.written) for tap in pending):

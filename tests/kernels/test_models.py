@@ -95,9 +95,10 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "attention_threads": (64, 512),
     "router_threads": (32, 256),
     "argmax_threads": (32, 256),
-    "stage_warps": (1, 16),
+    "stage_warps": (1, 4),
     "stage_max_blocks": (1, 2),
-    "row_warps": (1, 16),
+    "gate_up_warps": (1, 5),
+    "row_warps": (1, 8),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
 }
