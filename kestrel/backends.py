@@ -9,7 +9,7 @@ from typing import Literal
 
 from kestrel.backend import Backend
 from kestrel.env import env
-from kestrel.errors import BackendError, UsageError
+from kestrel.errors import UsageError
 
 Mode = Literal["fast", "bitexact", "l2exact"]
 MODES: tuple[Mode, ...] = ("fast", "bitexact", "l2exact")
@@ -90,14 +90,6 @@ def make_backend(
         from kestrel.cpu import CpuBackend
 
         return CpuBackend(threads if threads is not None else env.threads, isa)
-    try:
-        from kestrel.cuda.device import CudaBackend
-    except ImportError as error:
-        if (error.name or "").startswith("kestrel"):
-            raise  # a fault of this package, not a missing one
-        raise BackendError(
-            f"device {device} needs the CUDA packages: pip install 'kestrel-exact[cuda12]' or [cuda13] "
-            f"to match the driver ({error})"
-        ) from error
-    backend: Backend = CudaBackend(index, mode, graph, on_upload)
-    return backend
+    from kestrel.cuda.device import CudaBackend
+
+    return CudaBackend(index, mode, graph, on_upload)

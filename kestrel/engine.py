@@ -306,12 +306,10 @@ class Engine:
     ) -> Step:
         rows = len(ids)
         positions = np.arange(start, start + rows, dtype=np.int32)
-        del self._cached[start:]  # a step that is interrupted leaves rows that nobody trusts
         model.load_rows(np.array(ids, np.int32), positions)
         step = model.step(rows, logit_rows, sink.level if sink is not None else "off")
         step.program.run()
-        if len(self._cached) == start:
-            self._cached += ids
+        self._cached += ids  # only now: a step that was interrupted leaves rows that nobody trusts
         if sink is not None:
             sink.rows(step.taps, start, model.hashes(step, rows))
         return step

@@ -295,4 +295,5 @@ def test_progress_is_for_terminals(model_folder: Path) -> None:
     piped = subprocess.run(argv, capture_output=True, env=clean_environment(), check=True)
     assert piped.stdout == out
     assert b"\x1b" not in piped.stderr
+    assert len(piped.stderr.splitlines()) == 3
     assert b"\x1b" not in out

@@ -19,7 +19,7 @@ from kestrel.l2_fields import BY_NAME, FIELDS, Key, input_keys, markdown, parse_
 from kestrel.l2_tensor import ulp_distance
 from kestrel.manifest import WEIGHTS_FILE
 from kestrel.safetensors_file import read_header
-from tests.support.folders import run_kestrel
+from tests.support.folders import converted_model, run_kestrel
 from tests.support.shared import REPOSITORY
 
 PROMPT = ["-p", "The kestrel hovers", "--raw", "-n", "4", "-c", "64", "-q"]
@@ -353,6 +353,9 @@ def test_models_that_moved(
     argv = ["--tensor", "t0_fnorm", "--out", str(tmp_path)]
     message = diff(dumps / "standard", moved, *argv, capsys=capsys, code=1)
     assert f"{tmp_path}/gone does not exist" in message
+    other = converted_model(tmp_path, "llama")
+    message = diff(dumps / "standard", moved, *argv, "--model-b", str(other), capsys=capsys, code=1)
+    assert f"was made with weights {read_dump(moved).header['weights']}, {other} has " in message
     argv += ["--json", "--model-b", str(flipped_folder)]
     facts = json.loads(diff(dumps / "standard", moved, *argv, capsys=capsys, code=0))
     assert facts["tensor"]["differ"] > 0  # the flipped model, though the dumps are equal

@@ -13,7 +13,7 @@ from kestrel.engine import Engine
 from kestrel.errors import ContextOverflowError, KestrelError, UsageError
 from kestrel.l2_fields import BY_NAME, parse_key
 from kestrel.ops import WType
-from kestrel.sampling import SamplingParams
+from kestrel.sampling import SamplingParams, sample
 from tests.support.bits import assert_bits_equal
 from tests.support.dumps import Recorder, generate
 from tests.support.models import random_weights, tiny_config
@@ -62,6 +62,17 @@ def test_logits_agree_with_decoding() -> None:
     assert logits.dtype == np.float32
     assert logits.shape == (len(PROMPT) + len(tokens), engine.config.vocab_size)
     assert logits.argmax(axis=1)[len(PROMPT) - 1 : -1].tolist() == tokens
+
+
+def test_sampling_takes_the_last_row_and_its_position() -> None:
+    params = SamplingParams(max_tokens=6, temperature=2.0, seed=11)
+    expected: list[int] = []
+    for _ in range(6):
+        tokens = [*PROMPT, *expected]
+        expected.append(sample(make().logits(tokens)[-1], params, len(tokens)))
+    for sink in (None, Recorder()):  # with a dump, a step has logits at every row
+        assert list(make(chunk=4).generate(PROMPT, params, sink=sink)) == expected
+    assert len(set(expected)) > 2
 
 
 def test_repeated_requests_are_equal() -> None:

@@ -104,12 +104,13 @@ def test_a_dropped_stream_is_cancelled(llm: LLM) -> None:
     assert len(llm.generate(PROMPT, 3).token_ids) == 3
 
 
-def test_a_second_request_while_one_runs_is_refused(llm: LLM) -> None:
+def test_a_second_request_while_one_runs_is_refused(llm: LLM, tmp_path: Path) -> None:
     whole = llm.generate(PROMPT, 8)
     with llm.stream(PROMPT, 8) as stream:
         next(stream)
         with pytest.raises(KestrelError, match="still running"):
-            llm.generate(PROMPT, 1)
+            llm.generate(PROMPT, 1, l2_dump=tmp_path / "dump")
+        assert list(tmp_path.iterdir()) == []
         list(stream)
         assert stream.result == whole
 

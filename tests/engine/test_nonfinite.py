@@ -107,6 +107,20 @@ def test_a_damaged_expert_is_found_where_it_is_first_chosen() -> None:
     assert "l1.experts.down" in str(caught.value)
 
 
+def test_positions_come_before_layers() -> None:
+    """With two faults the lower position is named, though a whole chunk meets the other operation first."""
+    weights = tiny_weights("qwen3_moe")
+    healthy = engine(weights, "qwen3_moe")
+    chosen = [healthy.tensor(PROMPT, len(PROMPT), t, 2, "rids")[0].tolist() for t in (1, 0)]
+    expert = min(set(chosen[0]) - set(chosen[1]))
+    both = damaged(weights, "layers.2.experts.up", 3, "nan", expert)
+    both = damaged(both, "embed", PROMPT[4], "nan")
+    for chunk in (1, 256):
+        with pytest.raises(NonFiniteError) as caught:
+            list(engine(both, "qwen3_moe", chunk=chunk).generate(PROMPT, PARAMS))
+        assert (caught.value.position, caught.value.layer, caught.value.op) == (1, 2, "moe_matmul")
+
+
 def test_a_damaged_router_is_found() -> None:
     run = engine(damaged(tiny_weights("qwen3_moe"), "layers.2.router", 4, "inf"), "qwen3_moe")
     with pytest.raises(NonFiniteError) as caught:
