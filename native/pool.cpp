@@ -132,8 +132,9 @@ bool Pool::run(const BoundOp *ops, size_t begin, size_t end, const std::function
 }
 
 // Every thread takes the same decisions from the same list, so barriers match: one between neighbouring ops unless
-// thread 0 runs both alone, and one after the last op. A stop is announced by thread 0 at whichever of these the others
-// reach next.
+// thread 0 runs both alone, and one after the last op. Thread 0 announces a stop before some op; the others learn of it
+// at the first barrier from that op on, which thread 0 joins. The announcement names the op, because a thread may be
+// slow to look after an earlier barrier, and the job, because it may look when the next job has begun.
 bool Pool::walk(int index, const std::function<bool()> *poll) {
     const uint64_t job = job_;
     const BoundOp *const ops = ops_;
@@ -150,13 +151,14 @@ bool Pool::walk(int index, const std::function<bool()> *poll) {
         const BoundOp &op = ops[i];
         // Not before the first op: the others may already be inside it.
         if (i > begin && poll != nullptr && (*poll)()) {
-            stop_job_.store(job, std::memory_order_release);
+            stop_.store(job << kOpBits | i, std::memory_order_release);
             meet();
             return false;
         }
         if (i > begin && !(op.serial && ops[i - 1].serial)) {
             meet();
-            if (index != 0 && stop_job_.load(std::memory_order_acquire) >= job) return false;
+            const uint64_t stop = stop_.load(std::memory_order_acquire);
+            if (index != 0 && stop >> kOpBits == job && (stop & (kMaxOps - 1)) <= i) return false;
         } else if (i > begin && index == 0) {
             chunk_counter_.store(0, std::memory_order_relaxed);
         }

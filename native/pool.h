@@ -46,6 +46,9 @@ class Barrier {
     std::atomic<int> sleepers_{0};
 };
 
+constexpr int kOpBits = 24;
+constexpr size_t kMaxOps = size_t{1} << kOpBits;  // of one program
+
 struct Pool {
   public:
     explicit Pool(int threads);
@@ -79,7 +82,7 @@ struct Pool {
     std::vector<Memory> scratch_;
     Memory shared_;
     alignas(64) std::atomic<int64_t> chunk_counter_{0};
-    alignas(64) std::atomic<uint64_t> stop_job_{0};
+    alignas(64) std::atomic<uint64_t> stop_{0};  // the last stopped job's number << kOpBits | the op not begun
     // The job: written by the caller before the start barrier.
     uint64_t job_ = 0;
     const BoundOp *ops_ = nullptr;

@@ -14,6 +14,7 @@ Program::Program(const std::vector<std::pair<std::string, std::string>> &ops, in
     if (threads < 1 || threads > kMaxThreads)
         throw std::invalid_argument("threads must be 1 to " + std::to_string(kMaxThreads) + ", not " +
                                     std::to_string(threads));
+    if (ops.size() >= kMaxOps) throw std::invalid_argument("a program has fewer than 2^24 ops");
     for (size_t i = 0; i < ops.size(); i++) {
         const auto &[name, bytes] = ops[i];
         const OpEntry *entry = find_op(name.c_str());

@@ -31,7 +31,7 @@ def f32(*bits: int) -> npt.NDArray[np.float32]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_input(function: str) -> None:
-    """All 2**32 inputs: no crash, the NaN rule, expf never falls, and the vector form equals the scalar one."""
+    """All 2**32 inputs: no crash, the NaN rule, expf never falls, the vector form equals the scalar one."""
     vector = VECTOR_FORMS[0] if VECTOR_FORMS else "scalar"
     scalar = "scalar_fma" if VECTOR_FORMS else "scalar"
     threads = _native.default_threads()
@@ -45,7 +45,7 @@ def test_every_input(function: str) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_agree(function: str, form: str) -> None:
-    """Every 389th input of the whole range: each form against the scalar source with fma as a library call."""
+    """Every 389th input of the whole range: each form against the scalar one with fma as a library call."""
     sweep = _native.ucrt_sweep(function, "scalar", form, step=389, threads=_native.default_threads())
     assert sweep["inputs"] > 2**32 / 389
     assert sweep["different"] == 0, f"first at 0x{sweep['first']:08x}"
