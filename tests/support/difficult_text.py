@@ -21,6 +21,7 @@ CONTRACTIONS = [
     "it’s ‘quoted’ “text”",
     "'s 't 're 've 'm 'll 'd",
     "rock'n'roll O'Neil 'tis",
+    "'sister 'train 'mellow we'redo 'LLAMA it'Very",
 ]
 WHITESPACE = [
     " ",
@@ -78,6 +79,7 @@ PUNCTUATION = [
     "{'k': [1, 2, {\"n\": null}]}",
     "user@example.com https://example.com/a?b=c&d=e#f",
     "$100 €50 £20 ¥10 ~^`|",
+    "a.\n/b ;\r\n//c !\n\n/",
     "a_b_c camelCase snake_case SCREAMING",
 ]
 CONTROL = [

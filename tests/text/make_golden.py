@@ -38,6 +38,7 @@ PRE_STRINGS = [
     " ".join(NUMBERS),
     *WHITESPACE[7:],
     *PUNCTUATION[2:6],
+    PUNCTUATION[-2],
     CJK[3],
     "HTTPServer iPhone ÉCOLE",
 ]
