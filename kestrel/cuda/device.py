@@ -99,7 +99,7 @@ class CudaProgram:
     @property
     def recorded(self) -> bool:
         """Whether whole runs replay a graph by now."""
-        return self._graph is not None
+        return self._graph is not None or (self._loop is not None and self._loop.recorded)
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Run ops ``begin`` to ``end`` and wait for them."""

@@ -70,6 +70,11 @@ class GreedyLoop:
         self._graph: Graph | None = None
         self._ran_eagerly = False
 
+    @property
+    def recorded(self) -> bool:
+        """Whether steps replay a graph by now."""
+        return self._graph is not None
+
     def run(self, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Yield ``count`` times the token that a step chose and the hashes u64[taps] of its row.
 

@@ -192,9 +192,9 @@ def test_check_command_sees_a_planted_fault(tmp_path: Path) -> None:
 
 
 def test_every_kernel_compiles_and_passes_the_lint() -> None:
-    """One old and one new architecture here; ``make compile-check`` takes all of them."""
+    """The oldest architecture here; ``make compile-check`` takes all of them."""
     from kestrel.cuda.check import check
     from kestrel.cuda.sources import kernels_folder
 
-    reports = check(read_sources(kernels_folder()), ["sm_80", "sm_120"], jobs=os.cpu_count() or 1)
+    reports = check(read_sources(kernels_folder()), ["sm_80"], jobs=os.cpu_count() or 1)
     assert [fault for report in reports for fault in report.faults] == []
