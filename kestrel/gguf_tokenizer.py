@@ -365,9 +365,9 @@ class _Builder:
 def merges_from_scores(pieces: Sequence[tuple[str, float]]) -> list[list[str]]:
     """BPE merges that build the pieces in the order of their scores, highest first.
 
-    SentencePiece merges the neighbours whose joined piece has the highest score. Every way to cut a piece into
-    two pieces is therefore a merge with the rank of the whole piece; among the cuts of one piece the order is
-    that of transformers' converter: the longer left part first.
+    SentencePiece merges the neighbours whose joined piece has the highest score. Every way to cut a piece
+    into two pieces is therefore a merge with the rank of the whole piece; among the cuts of one piece the
+    order is that of transformers' converter: the longer left part first.
     """
     known = {piece for piece, _ in pieces}
     merges = [
