@@ -27,7 +27,7 @@ Q4_SCALES: tuple[Q4Scale, ...] = get_args(Q4Scale)
 DEFAULT_Q4_SCALE: Q4Scale = "weighted"  # by its effect on logits: docs/formats.md
 
 F16_MAX = 65504.0
-_FACTORS = [np.float32(1 + 0.02 * step) for step in (-5, -4, -3, -2, -1, 1, 2, 3, 4, 5)]
+_FACTORS = [np.float32(1 + 0.03 * step) for step in (-5, -4, -3, -2, -1, 1, 2, 3, 4, 5)]
 _CHUNK = 2048  # groups searched at a time: the working set stays in cache
 
 
@@ -117,7 +117,7 @@ def _searched(groups: F32, plain: F32, scale: F16, weighted: bool) -> F16:
     best = scale.copy()
     least = _squared_error(columns, scale, importance, values)
     for factor in _FACTORS:
-        tried = _f16(plain * factor)
+        tried = _f16(np.clip(plain * factor, -F16_MAX, F16_MAX))
         error = _squared_error(columns, tried, importance, values)
         better = error < least
         np.copyto(least, error, where=better)
