@@ -117,7 +117,7 @@ def test_search_never_has_the_larger_error(scale: Q4Scale) -> None:
 @settings(max_examples=100, deadline=None)
 @given(x=hnp.arrays(np.float32, (2, 64), elements=FINITE), scale=st.sampled_from(Q4_SCALES))
 def test_q4local_error_is_bounded(x: np.ndarray, scale: Q4Scale) -> None:
-    """Every value lies within one step of its weight, or is clipped: 7 steps of 0.85 amax/8 are 0.744 amax."""
+    """Every value is within one step of its weight, or clipped: 7 steps of 0.85 amax/8 are 0.744 amax."""
     codes, scales = to_q4local(x, scale)
     values = dequantize_rows(WType.q4local, codes, scales).reshape(x.shape)
     step = np.abs(scales.view(np.float16).astype(np.float64)).repeat(32, axis=1)
