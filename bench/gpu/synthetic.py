@@ -155,6 +155,17 @@ def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
     }
 
 
+def prompt_rate(engine: Engine, length: int) -> float:
+    """Prompt tokens a second, the better of two runs."""
+    ids = prompt(length, engine.config.vocab_size)
+    rates = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        generate(engine, ids, 1, "off")
+        rates.append(length / (time.perf_counter() - begin))
+    return round(max(rates), 1)
+
+
 def experiment(context: Context) -> dict[str, Any]:
     """Synthetic Qwen3-30B-A3B: 530 keys a token, all equal; the text equal; the time of both sides."""
     config = qwen3_30b_a3b(4 if context.quick else 48)
@@ -188,6 +199,8 @@ def experiment(context: Context) -> dict[str, Any]:
         failures.append(f"{keys_a_token} keys a token")
     spread = expert_spread(engine, positions, 64)
     print(f"    spread: {spread}", flush=True)
+    prompt_rates = {n: prompt_rate(engine, n) for n in (128, 512, 1024)}
+    print(f"    prompt tok/s: {prompt_rates}", flush=True)
     timings, head = time_modes(config, weights, gpu, engine)
     kernels = kernel_table(engine, 1024)
     print(markdown_table(kernels[0], kernels[1:]), flush=True)
@@ -206,6 +219,7 @@ def experiment(context: Context) -> dict[str, Any]:
         "seconds_with_dump": {"gpu": gpu_seconds, "cpu": cpu_seconds},
         "cpu_ms_per_token": float(np.median(cpu_times)),
         "spread": spread,
+        "prompt_tokens_per_second": prompt_rates,
         "kernels_at_1024": kernels,
         "timings_ms": {"columns": head[1:], **timings},
     }

@@ -53,6 +53,16 @@ def test_memory_check_has_the_numbers(gpu: CudaBackend) -> None:
         gpu.check_memory({"weights": 9 * 10**12})
 
 
+def test_context_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:
+    backend = CudaBackend(0)
+    config = tiny_config("qwen3", head_dim=256, max_position=1 << 40)
+    weights = random_weights(config, WType.q4local)
+    with pytest.raises(BackendError, match=r"not enough memory on cuda:0.*KV cache [\d.]+ GB.*free"):
+        Engine(config, weights, backend, context=1 << 32)
+    assert backend.used_bytes == 0
+    backend.close()
+
+
 def test_out_of_memory_is_reported_and_memory_comes_back() -> None:
     backend = CudaBackend(0)
     before = backend.used_bytes
