@@ -16,7 +16,7 @@ import pytest
 
 from kestrel.config import Family, ModelConfig
 from kestrel.ops import WType
-from kestrel.weights import Weights
+from kestrel.weights import QuantTensor, Weights
 from tests.oracle import reference as ref
 from tests.oracle.canonical import oracle_of
 from tests.oracle.model import Oracle
@@ -46,7 +46,8 @@ def native_and_oracle(
     model = make_model(config, weights, threads=2, slots=SEQUENCES * LENGTH)
     positions, base = np.tile(np.arange(LENGTH), SEQUENCES), np.repeat(np.arange(SEQUENCES) * LENGTH, LENGTH)
     native = run_rows(model, ids.reshape(-1), positions, base).logits
-    int8_inputs = weights["layers.0.o"].wtype != WType.bf16  # type: ignore[union-attr]
+    formats = {tensor.wtype for tensor in weights.values() if isinstance(tensor, QuantTensor)}
+    int8_inputs = formats != {WType.bf16}
     quantising = oracle_of(oracle_config or config, weights, int8_attention=True, int8_inputs=int8_inputs)
     plain = oracle_of(oracle_config or config, weights)
     shape = (SEQUENCES * LENGTH, config.vocab_size)
