@@ -232,7 +232,7 @@ void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *work
             codes += tail.count * (q4 ? 16 : 32);
             scale += tail.count;
             const __m256 scales = tail.scales(scale);
-            // Lanes without a group keep their value: an fma of +0 would turn -0 into +0 and inf * 0 into NaN.
+            // Lanes without a group keep their value, whatever the padding multiplies to.
             for (int c = 0; c < C; c++)
                 acc[c] = _mm256_blendv_ps(acc[c], accumulate(acc[c], dot[c], scales, *in[c]),
                                           _mm256_castsi256_ps(tail.slot_mask));

@@ -249,7 +249,7 @@ void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *work
             for (int c = 0; c < C; c++) {
                 const __m512i exact = _mm512_sub_epi32(dot[c], load512(in[c]->offset));
                 const __m512 ws = _mm512_mul_ps(scales, _mm512_load_ps(in[c]->d));
-                // Lanes without a group keep their value: an fma of +0 would turn -0 into +0.
+                // Lanes without a group keep their value, whatever the padding multiplies to.
                 acc[c] = _mm512_mask3_fmadd_ps(_mm512_cvtepi32_ps(exact), ws, acc[c], slots.tail_slots);
             }
         }

@@ -1,4 +1,4 @@
-"""Runs matmul on arrays that end where memory ends; a read past an end kills the process with SIGSEGV.
+"""Runs matmul on arrays that begin or end where memory does; a read outside kills the process with SIGSEGV.
 
 ``python -m tests.ops.guarded_matmul WTYPE``, started by test_matmul.py.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 from dataclasses import replace
@@ -24,14 +25,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _mappings: list[mmap.mmap] = []  # kept alive
 
 
-def guarded(array: Any) -> Any:
-    """A copy of ``array`` that ends right before a forbidden page; its first page has one before it."""
+def guarded(array: Any, at_end: bool) -> Any:
+    """A copy of ``array`` in pages with a forbidden one on either side, at their end or at their start."""
     size = -(-max(array.nbytes, 1) // PAGE) * PAGE
     mapping = mmap.mmap(-1, size + 2 * PAGE)
     _mappings.append(mapping)
     raw = np.frombuffer(mapping, np.uint8)
     end = PAGE + size
-    copy = raw[end - array.nbytes : end].view(array.dtype).reshape(array.shape)
+    start = end - array.nbytes if at_end else PAGE
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     for page in (0, end):
         if _libc.mprotect(ctypes.c_void_p(raw.ctypes.data + page), ctypes.c_size_t(PAGE), 0) != 0:
@@ -44,11 +46,12 @@ def main() -> int:
     rng = np.random.default_rng(0)
     lengths = (32, 64, 224, 256, 288, 352, 416) if wtype != WType.bf16 else (1, 7, 8, 12, 33, 256)
     for k in lengths:
-        for n in (1, 7, 8, 21, 40):
+        for n, at_end in itertools.product((1, 7, 21, 40), (True, False)):
             w = random_tensor(rng, wtype, n, k)
-            w = replace(w, codes=guarded(w.codes), scale=None if w.scale is None else guarded(w.scale))
+            scale = None if w.scale is None else guarded(w.scale, at_end)
+            w = replace(w, codes=guarded(w.codes, at_end), scale=scale)
             for M in (1, 2, 5, 9):
-                data = Input(*(guarded(a) for a in random_input(rng, M, k).arrays.values()))
+                data = Input(*(guarded(a, at_end) for a in random_input(rng, M, k).arrays.values()))
                 want = product(w, data)
                 for form in all_forms():
                     raw = np.full(M * n + 64, np.float32(7.25))
