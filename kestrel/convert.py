@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kestrel.checkpoint import Checkpoint, SourceTensor
 from kestrel.cli import command_parser, count, note, progress_bar, run_command
-from kestrel.errors import ModelError
+from kestrel.errors import KestrelError, ModelError, UsageError
 from kestrel.folder_writer import (
     check_destination,
     check_disk,
@@ -73,26 +73,22 @@ def convert(
     neither the size of the model nor that of its largest tensor. The same source gives the same bytes.
 
     Raises ``ModelError`` for a source that is damaged or not supported (every fault in one message),
-    ``UsageError`` for a destination that may not be written, ``KestrelError`` when the disk is too full.
+    ``UsageError`` for a destination that may not be written, ``KestrelError`` when the disk is full or fails.
     """
     target = Path(destination)
+    if q4_scale not in Q4_SCALES:
+        raise UsageError(f"q4_scale must be one of {', '.join(Q4_SCALES)}, not {q4_scale!r}")
+    if head_wtype is None:
+        head_wtype = WType.q8local if wtype == WType.q4local else wtype
+    threads = threads or min(8, len(os.sched_getaffinity(0)))
     check_destination(Path(source), target, force)
     checkpoint = open_source(source)
     try:
-        if head_wtype is None:
-            head_wtype = WType.q8local if wtype == WType.q4local else wtype
-        job = _Job(
-            checkpoint, wtype, head_wtype, q4_scale, progress, threads or min(8, len(os.sched_getaffinity(0)))
-        )
+        job = _Job(checkpoint, wtype, head_wtype, q4_scale, progress, threads)
         check_disk(target, job.layout.size + sum(map(len, checkpoint.side_files.values())))
-        partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-        partial.mkdir()
-        try:
-            manifest = job.run(partial)
-            put_in_place(partial, target, force)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        manifest = job.run_into(target, force)
+    except OSError as error:
+        raise KestrelError(f"{target}: the conversion failed, nothing was kept: {error}") from error
     finally:
         checkpoint.close()
     sizes: dict[str, int] = {}
@@ -119,7 +115,19 @@ class _Job:
         self.layout = lay_out(self.wtypes)
         self.records: dict[str, TensorRecord] = {}
 
-    def run(self, folder: Path) -> Manifest:
+    def run_into(self, target: Path, force: bool) -> Manifest:
+        """Make the folder beside ``target`` and put it in place; what is not finished is removed."""
+        partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        partial.mkdir()
+        try:
+            manifest = self._run(partial)
+            put_in_place(partial, target, force)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return manifest
+
+    def _run(self, folder: Path) -> Manifest:
         """Write the folder's files, the manifest last, all of them flushed to disk."""
         checkpoint = self.checkpoint
         with hashing(checkpoint.weight_files) as source_records:
@@ -130,6 +138,7 @@ class _Job:
                 self._write_tensors(file.fileno())
                 os.fsync(file.fileno())
             for name, content in checkpoint.side_files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_file(folder / name, content)
             sources = source_records()
         manifest = Manifest(

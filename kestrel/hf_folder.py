@@ -34,10 +34,11 @@ from kestrel.weights import TensorSpec, tensor_specs
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-SIDE_FILES = (
+SIDE_FILES = (  # patterns
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
     "special_tokens_map.json",
 )
@@ -102,7 +103,7 @@ def open_hf_folder(folder: Path, findings: Findings | None = None) -> Checkpoint
     except BaseException:
         files.close()
         raise
-    side_files = {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).is_file()}
+    side_files = _side_files(folder)
     notes = (
         [] if "tokenizer.json" in side_files else ["no tokenizer.json: the model will take token ids only"]
     )
@@ -110,6 +111,12 @@ def open_hf_folder(folder: Path, findings: Findings | None = None) -> Checkpoint
     return Checkpoint(
         str(folder), "hugging-face", config, sources, weight_files, side_files, notes, files.close
     )
+
+
+def _side_files(folder: Path) -> dict[str, bytes]:
+    """Files beside the weights that a kestrel folder keeps, by their path in it."""
+    paths = [path for pattern in SIDE_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def read_json_object(path: Path, faults: list[str]) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import signal
@@ -147,8 +149,6 @@ def test_manifest(hf: Path, tmp_path: Path) -> None:
     )
     (source,) = manifest.sources
     data = (hf / "model.safetensors").read_bytes()
-    import hashlib
-
     assert (source.name, source.bytes) == ("model.safetensors", len(data))
     assert source.sha256 == hashlib.sha256(data).hexdigest()
     assert manifest.tensors["layers.0.q"].source == "BF16"
@@ -169,10 +169,16 @@ def test_fingerprint_names_the_weights(hf: Path, tmp_path: Path) -> None:
 
 def test_side_files_are_copied(hf: Path, tmp_path: Path) -> None:
     (hf / "special_tokens_map.json").write_text("{}")
+    (hf / "additional_chat_templates").mkdir()
+    (hf / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (hf / "README.md").write_text("not copied")
     convert(hf, tmp_path / "k")
-    copied = files_of(tmp_path / "k").keys() - {"kestrel.json", "model.safetensors"}
+    made = [path for path in (tmp_path / "k").rglob("*") if path.is_file()]
+    copied = {path.relative_to(tmp_path / "k").as_posix() for path in made}
+    copied -= {"kestrel.json", "model.safetensors"}
+    assert {record.name for record in read_manifest(tmp_path / "k").files} == copied
     assert copied == {
+        "additional_chat_templates/tool_use.jinja",
         "chat_template.jinja",
         "generation_config.json",
         "special_tokens_map.json",
@@ -301,6 +307,21 @@ def test_full_disk_is_named_with_numbers(hf: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(KestrelError, match=r"needs 0\.00 GB, but only 0\.00 GB are free"):
         convert(hf, tmp_path / "k")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_disk_that_fills_up_meanwhile(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kestrel.convert, "write_at", full)
+    with pytest.raises(KestrelError, match=r"nothing was kept: .*No space left on device"):
+        convert(hf, tmp_path / "k")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_unknown_scale_choice(hf: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="q4_scale must be one of plain, search, weighted, not 'best'"):
+        convert(hf, tmp_path / "k", q4_scale="best")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
