@@ -9,13 +9,10 @@
 // otherwise by the last block of the row, from partial states in `work`.
 #include "block_norm.cuh"
 #include "stage_args.h"
-#include "ucrt.cuh"
 
 #define CHUNK 256
 #define ATTENTION_COUNTERS 4096  // u32 at the start of `work`: zero before and after every launch
 #define MINUS_INFINITY f32_from_bits(0xff800000u)
-
-#if !KESTREL_FAST
 
 // Shared memory of a block for `heads` query heads; kestrel/launch.py computes the same size.
 struct AttentionShared {
@@ -127,16 +124,26 @@ DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, i
     }
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const float angle = pos * st.rope.inv_freq[i];
-        sh.angle[i] = cosf_ucrt(angle) * st.rope.factor;
-        sh.angle[half + i] = sinf_ucrt(angle) * st.rope.factor;
+        sh.angle[i] = cos_form(angle) * st.rope.factor;
+        sh.angle[half + i] = sin_form(angle) * st.rope.factor;
     }
     __syncthreads();
+#if KESTREL_FAST
+    for (int j = warp_id(); st.has_norm && j < rows; j += warp_count()) {
+        float *const squares = sh.squares + j * pitch;
+        float ss = 0.0f;
+        for (int i = lane_id(); i < hd; i += 32) ss += squares[i];
+        ss = warp_sum_f32(ss);
+        if (lane_id() == 0) squares[hd] = inverse_sqrt(ss / (float)hd + (j < heads ? st.q_norm.eps : st.k_norm.eps));
+    }
+#else
     if (st.has_norm && (int)threadIdx.x < rows) {  // the chains of all heads side by side
         float *const squares = sh.squares + threadIdx.x * pitch;
         const float ss = ordered_sum(squares, hd, 0.0f);
         const float eps = (int)threadIdx.x < heads ? st.q_norm.eps : st.k_norm.eps;
-        squares[hd] = 1.0f / sqrt_f32(ss / (float)hd + eps);
+        squares[hd] = inverse_sqrt(ss / (float)hd + eps);
     }
+#endif
     __syncthreads();
     for (int i = threadIdx.x; i < rows * half; i += blockDim.x) {
         const int j = i / half, e = i % half;
@@ -217,7 +224,57 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
     }
 }
 
-// From scores and running maxima: p (over s), w, c and the bits of `moved`.
+#if KESTREL_FAST
+
+// Scores to weights of one chunk by its overall maximum; the sum of exponentials in c[0], the maximum in max[count - 1]. A
+// warp to a head.
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                          int t_new) {
+    const int lane = lane_id();
+    for (int j = warp_id(); j < heads; j += warp_count()) {
+        float *const s = sh.s + j * CHUNK, *const w = sh.w + j * CHUNK;
+        float m = MINUS_INFINITY, l = 0.0f;
+        for (int t = lane; t < count; t += 32) m = fmaxf(m, s[t]);
+        for (int step = 16; step > 0; step >>= 1) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, step));
+        for (int t = lane; t < count; t += 32) {
+            const float p = exp_form(s[t] - m);
+            l += p;
+            w[t] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
+        }
+        l = warp_sum_f32(l);
+        __syncwarp();
+        if (lane == 0) {
+            sh.c[j * CHUNK] = l;
+            sh.max[j * CHUNK + count - 1] = m;
+        }
+    }
+}
+
+DEVICE float chunk_sum(const float *, const float *c, const unsigned *, int) { return c[0]; }
+
+// Four chains for four neighbouring elements: positions t, t+4, ... each.
+DEVICE float4 chunk_values(const signed char *v, int pitch, const float *w, const float *, const unsigned *, int count) {
+    float4 acc[4] = {};
+    for (int t0 = 0; t0 < count; t0 += 4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (t0 + i < count) {
+                const int v4 = *(const int *)(v + (t0 + i) * pitch);
+                const float wt = w[t0 + i];
+                acc[i].x += wt * (float)(signed char)v4;
+                acc[i].y += wt * (float)(signed char)(v4 >> 8);
+                acc[i].z += wt * (float)(signed char)(v4 >> 16);
+                acc[i].w += wt * (float)(signed char)(v4 >> 24);
+            }
+        }
+    }
+    return make_float4((acc[0].x + acc[1].x) + (acc[2].x + acc[3].x), (acc[0].y + acc[1].y) + (acc[2].y + acc[3].y),
+                       (acc[0].z + acc[1].z) + (acc[2].z + acc[3].z), (acc[0].w + acc[1].w) + (acc[2].w + acc[3].w));
+}
+
+#else
+
+// From scores and running maxima: p (over s), w, c and the bits of `moved`. Ends without a barrier.
 DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count,
                                int heads, int t_new) {
     for (int i = threadIdx.x; i < heads * CHUNK; i += blockDim.x) {  // CHUNK is a multiple of 32: a warp stays in one head
@@ -227,8 +284,8 @@ DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh
             const float s = sh.s[i], m = sh.max[i];
             const float m_before = t == 0 ? MINUS_INFINITY : sh.max[i - 1];
             moved = s > m_before;
-            if (moved) sh.c[i] = expf_ucrt(m_before - s);
-            const float p = expf_ucrt(s - m);
+            if (moved) sh.c[i] = exp_form(m_before - s);
+            const float p = exp_form(s - m);
             sh.s[i] = p;
             sh.w[i] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
         }
@@ -274,6 +331,17 @@ DEVICE float chunk_sum(const float *p, const float *c, const unsigned *moved, in
     return l;
 }
 
+// Scores to weights of one chunk.
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                          int t_new) {
+    for (int j = warp_id(); j < heads; j += warp_count())
+        warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
+    __syncthreads();
+    chunk_exponentials(a, sh, slot0, kv, count, heads, t_new);
+}
+
+#endif
+
 // One merge step of the contract: (l' or acc' of the right, times b) + (left times a).
 DEVICE float merge_one(float left, float right, float factor_left, float factor_right) {
     return fma_f32(right, factor_right, left * factor_left);
@@ -305,8 +373,8 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
             for (int c = lane_id(); c < count; c += 32) {
                 const float right = sh.s[j * CHUNK + c], merged = sh.max[j * CHUNK + c];
                 const float left = c == 0 ? before : sh.max[j * CHUNK + c - 1];
-                sh.c[j * CHUNK + c] = expf_ucrt(left - merged);
-                sh.w[j * CHUNK + c] = expf_ucrt(right - merged);
+                sh.c[j * CHUNK + c] = exp_form(left - merged);
+                sh.w[j * CHUNK + c] = exp_form(right - merged);
             }
             __syncwarp();
             if (lane_id() == 0) sh.m[j] = sh.max[j * CHUNK + count - 1];
@@ -388,16 +456,16 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
         __syncthreads();  // queries
         chunk_scores(a, sh, slot0, kv, count, heads, t_new);
         __syncthreads();
-        for (int j = warp_id(); j < heads; j += warp_count())
-            warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
-        __syncthreads();
-        chunk_exponentials(a, sh, slot0, kv, count, heads, t_new);
+        chunk_softmax(a, sh, slot0, kv, count, heads, t_new);
+#if KESTREL_FAST
+        __syncthreads();  // the maxima
+#endif
         if (alone && (int)threadIdx.x < heads) {
             const float right = sh.max[threadIdx.x * CHUNK + count - 1];
             const float left = chunk == 0 ? MINUS_INFINITY : sh.m[threadIdx.x];
             const float merged = right > left ? right : left;
-            sh.a[threadIdx.x] = expf_ucrt(left - merged);
-            sh.b[threadIdx.x] = expf_ucrt(right - merged);
+            sh.a[threadIdx.x] = exp_form(left - merged);
+            sh.b[threadIdx.x] = exp_form(right - merged);
             sh.m[threadIdx.x] = merged;
         }
         copy_wait_all();
@@ -454,15 +522,16 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
 }
 
 // Grid (chunk slots, nkv * slices, M); hd is a multiple of 16 up to 256. Dynamic shared: AttentionShared without the stage's.
+#if KESTREL_FAST
+#define k_attn_decode_online k_attn_fast
+#endif
 KERNEL LAUNCH_BOUNDS(512) void k_attn_decode_online(const AttentionArgs a) {
     DYNAMIC_SHARED(shared);
     attention_block(a, nullptr, shared);
 }
 
 // One row: q and k norm, RoPE, KV append, attention and the a8 of its result. Grid (chunk slots, nkv * slices).
-KERNEL LAUNCH_BOUNDS(512) void k_attn_stage(const AttentionStageArgs a) {
+KERNEL LAUNCH_BOUNDS(512) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_block(a.attn, &a, shared);
 }
-
-#endif

@@ -1,7 +1,7 @@
 // One row's rms_norm and a8 by a whole block, results in shared memory (contract sections 2 and 4).
 #pragma once
 
-#include "port.cuh"
+#include "forms.cuh"
 
 // Walks `n` floats of shared memory in ascending order onto `sum`; sixteen loads are in flight ahead of the chain.
 DEVICE float ordered_sum(const float *terms, int n, float sum) {
@@ -22,10 +22,16 @@ DEVICE float ordered_sum(const float *terms, int n, float sum) {
     return sum;
 }
 
+// Sum over a warp as a tree, for the fast forms; every lane gets it.
+DEVICE float warp_sum_f32(float v) {
+    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(FULL_WARP, v, step);
+    return v;
+}
+
 // Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32 where a8
 // is wanted.
 struct NormShared {
-    float *terms;    // f32[d/8 + d%8, rounded up to 4]: block sums, then the tail's squares
+    float *terms;    // f32[max(d/8 + d%8, 32), rounded up to 4]: block sums, then the tail's squares
     float *r;        // f32[4]
     float *x;        // f32[d rounded up to 4]: the normalised row
     int *gsum;       // i32[d/32 rounded up to 4]
@@ -34,7 +40,7 @@ struct NormShared {
 };
 
 DEVICE NormShared norm_shared(unsigned char *base, int d) {
-    const int terms = (d / 8 + d % 8 + 3) / 4 * 4, row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
+    const int sums = d / 8 + d % 8, terms = sums < 32 ? 32 : (sums + 3) / 4 * 4, row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
     NormShared sh;
     sh.terms = (float *)base;
     sh.r = sh.terms + terms;
@@ -47,6 +53,16 @@ DEVICE NormShared norm_shared(unsigned char *base, int d) {
 
 // Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+#if KESTREL_FAST
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) sum += x[i] * x[i];
+    sum = warp_sum_f32(sum);
+    if (lane_id() == 0) sh.terms[warp_id()] = sum;
+    __syncthreads();
+    float ss = 0.0f;
+    for (int i = 0; i < warp_count(); i++) ss += sh.terms[i];
+    const float r = inverse_sqrt(ss / (float)d + eps);
+#else
     const int blocks = d / 8, tail = d % 8;
     for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
         float square[8];
@@ -61,10 +77,11 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
     __syncthreads();
     if (threadIdx.x == 0) {
         const float ss = ordered_sum(sh.terms, blocks + tail, 0.0f);
-        sh.r[0] = 1.0f / sqrt_f32(ss / (float)d + eps);
+        sh.r[0] = inverse_sqrt(ss / (float)d + eps);
     }
     __syncthreads();
     const float r = sh.r[0];
+#endif
     for (int i = threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
     __syncthreads();
 }

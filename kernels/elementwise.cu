@@ -1,6 +1,5 @@
 // Ops without a sum that needs an order: embedding rows, a8 quantisation, residual adds, SwiGLU.
 #include "block_norm.cuh"
-#include "ucrt.cuh"
 
 #if !KESTREL_FAST
 
@@ -59,30 +58,16 @@ KERNEL void k_add(const AddArgs a) {
         a.x[i] = a.x[i] + a.y[i];
 }
 
-// Grid (columns, rows); rows stride over gridDim.y.
-KERNEL void k_swiglu(const SwigluArgs a) {
-    for (int row = blockIdx.y; row < a.R; row += gridDim.y) {
-        const float *const gate = a.gu + (long long)row * 2 * a.F;  // f32[F]
-        const float *const up = gate + a.F;                         // f32[F]
-        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.F; i += gridDim.x * blockDim.x) {
-            const float g = gate[i];
-            a.h[(long long)row * a.F + i] = (g / (1.0f + expf_ucrt(-g))) * up[i];
-        }
-    }
-}
-
-#else  // KESTREL_FAST
-
-// Same launch as k_swiglu.
-KERNEL void k_swiglu_fast(const SwigluArgs a) {
-    for (int row = blockIdx.y; row < a.R; row += gridDim.y) {
-        const float *const gate = a.gu + (long long)row * 2 * a.F;  // f32[F]
-        const float *const up = gate + a.F;                         // f32[F]
-        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.F; i += gridDim.x * blockDim.x) {
-            const float g = gate[i];
-            a.h[(long long)row * a.F + i] = g / (1.0f + expf(-g)) * up[i];
-        }
-    }
-}
-
 #endif
+
+// Grid (columns, rows); rows stride over gridDim.y. Also k_swiglu_fast.
+KERNEL void FORM(k_swiglu)(const SwigluArgs a) {
+    for (int row = blockIdx.y; row < a.R; row += gridDim.y) {
+        const float *const gate = a.gu + (long long)row * 2 * a.F;  // f32[F]
+        const float *const up = gate + a.F;                         // f32[F]
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.F; i += gridDim.x * blockDim.x) {
+            const float g = gate[i];
+            a.h[(long long)row * a.F + i] = (g / (1.0f + exp_form(-g))) * up[i];
+        }
+    }
+}

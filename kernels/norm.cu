@@ -2,11 +2,8 @@
 // block sums or of squares, is walked by one thread over shared memory.
 #include "block_norm.cuh"
 
-#if !KESTREL_FAST
-
 // A block per row, grid-stride. Dynamic shared: NormShared.
-KERNEL void k_rms_norm_cpu(const RmsNormArgs a) {
-    DYNAMIC_SHARED(shared);
+DEVICE void rms_norm_rows(const RmsNormArgs &a, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.d);
     for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
         float *const out = a.out + (long long)m * a.d;  // f32[d]
@@ -14,6 +11,13 @@ KERNEL void k_rms_norm_cpu(const RmsNormArgs a) {
         for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = sh.x[i];
         __syncthreads();
     }
+}
+
+#if !KESTREL_FAST
+
+KERNEL void k_rms_norm_cpu(const RmsNormArgs a) {
+    DYNAMIC_SHARED(shared);
+    rms_norm_rows(a, shared);
 }
 
 // A block takes blockDim.y heads at a time, blockDim.x threads to a head; the heads of all rows are numbered m * heads + h.
@@ -35,7 +39,7 @@ KERNEL void k_qk_norm_cpu(const QkNormArgs a) {
         if (linear < (int)blockDim.y && first + linear < total) {
             float *const mine = (float *)shared + linear * pitch;
             const float ss = ordered_sum(mine, a.hd, 0.0f);
-            mine[a.hd] = 1.0f / sqrt_f32(ss / (float)a.hd + a.eps);
+            mine[a.hd] = inverse_sqrt(ss / (float)a.hd + a.eps);
         }
         __syncthreads();
         if (active) {
@@ -48,28 +52,9 @@ KERNEL void k_qk_norm_cpu(const QkNormArgs a) {
 
 #else  // KESTREL_FAST
 
-// Tree sum over the block; every thread gets it. scratch: f32[33].
-DEVICE float block_sum_fast(float v, float *scratch) {
-    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(FULL_WARP, v, step);
-    if (lane_id() == 0) scratch[warp_id()] = v;
-    __syncthreads();
-    float total = 0.0f;
-    for (int w = 0; w < warp_count(); w++) total += scratch[w];
-    __syncthreads();
-    return total;
-}
-
-// Same launch as k_rms_norm_cpu.
 KERNEL void k_rms_norm_fast(const RmsNormArgs a) {
-    __shared__ float scratch[33];
-    for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
-        const float *const x = a.x + (long long)m * a.d;  // f32[d]
-        float *const out = a.out + (long long)m * a.d;    // f32[d]
-        float ss = 0.0f;
-        for (int i = threadIdx.x; i < a.d; i += blockDim.x) ss += x[i] * x[i];
-        const float r = rsqrtf(block_sum_fast(ss, scratch) / (float)a.d + a.eps);
-        for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = x[i] * r * a.w[i];
-    }
+    DYNAMIC_SHARED(shared);
+    rms_norm_rows(a, shared);
 }
 
 // Same launch as k_qk_norm_cpu, with blockDim.x = 32: a warp to a head.
@@ -80,8 +65,7 @@ KERNEL void k_qk_norm_fast(const QkNormArgs a) {
         float *const x = a.x + head / a.heads * a.ld + head % a.heads * a.hd;  // f32[hd]
         float ss = 0.0f;
         for (int i = threadIdx.x; i < a.hd; i += 32) ss += x[i] * x[i];
-        for (int step = 16; step > 0; step >>= 1) ss += __shfl_xor_sync(FULL_WARP, ss, step);
-        const float r = rsqrtf(ss / (float)a.hd + a.eps);
+        const float r = inverse_sqrt(warp_sum_f32(ss) / (float)a.hd + a.eps);
         for (int i = threadIdx.x; i < a.hd; i += 32) x[i] = x[i] * r * a.w[i];
     }
 }

@@ -1,12 +1,9 @@
 // RoPE and the KV cache, contract sections 5 and 6.
-#include "ucrt.cuh"
-#include "port.cuh"
-
-#if !KESTREL_FAST
+#include "forms.cuh"
 
 // Grid (head slices, M). A block computes its row's angles once, then turns heads blockIdx.x, blockIdx.x + gridDim.x, ...
-// Dynamic shared: f32[hd], cos then sin.
-KERNEL void k_rope(const RopeArgs a) {
+// Dynamic shared: f32[hd], cos then sin. Also k_rope_fast.
+KERNEL void FORM(k_rope)(const RopeArgs a) {
     DYNAMIC_SHARED(shared);
     const int half = a.hd / 2, m = blockIdx.y;
     float *const cosine = (float *)shared;  // f32[hd/2]
@@ -14,8 +11,8 @@ KERNEL void k_rope(const RopeArgs a) {
     const float pos = (float)a.pos[m];
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const float angle = pos * a.inv_freq[i];
-        cosine[i] = cosf_ucrt(angle) * a.factor;
-        sine[i] = sinf_ucrt(angle) * a.factor;
+        cosine[i] = cos_form(angle) * a.factor;
+        sine[i] = sin_form(angle) * a.factor;
     }
     __syncthreads();
     const int slice = (a.heads - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;  // heads of this block
@@ -27,6 +24,8 @@ KERNEL void k_rope(const RopeArgs a) {
         x[i + half] = x1 * c + x0 * s;
     }
 }
+
+#if !KESTREL_FAST
 
 // A warp to a row of K or V; rows are numbered (m * nkv + head) * 2 + (0: K, 1: V), grid-stride.
 KERNEL void k_kv_append(const KvAppendArgs a) {
@@ -45,33 +44,6 @@ KERNEL void k_kv_append(const KvAppendArgs a) {
         const A8Scale s = a8_scale(group_max_u32(amax, 32));
         for (int i = lane; i < a.hd; i += 32) q[i] = (signed char)(s.zero ? 0 : a8_code(x[i], s.inv));
         if (lane == 0) (is_v ? a.vs : a.ks)[slot] = s.d;
-    }
-}
-
-#else  // KESTREL_FAST
-
-// Same launch as k_rope. The angle is reduced by hand: the hardware sine is only good near zero.
-KERNEL void k_rope_fast(const RopeArgs a) {
-    DYNAMIC_SHARED(shared);
-    const int half = a.hd / 2, m = blockIdx.y;
-    float *const cosine = (float *)shared;  // f32[hd/2]
-    float *const sine = cosine + half;      // f32[hd/2]
-    const float pos = (float)a.pos[m];
-    for (int i = threadIdx.x; i < half; i += blockDim.x) {
-        const float angle = pos * a.inv_freq[i];
-        const float turns = rint_f32(angle * 0.15915494309189535f);
-        const float r = fma_f32(turns, 1.7484555e-7f, fma_f32(turns, -6.2831855f, angle));  // 2 pi in two parts
-        cosine[i] = cosf(r) * a.factor;
-        sine[i] = sinf(r) * a.factor;
-    }
-    __syncthreads();
-    const int slice = (a.heads - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
-    for (int j = threadIdx.x; j < slice * half; j += blockDim.x) {
-        const int head = blockIdx.x + j / half * gridDim.x, i = j % half;
-        float *const x = a.x + (long long)m * a.ld + head * a.hd;  // f32[hd]
-        const float x0 = x[i], x1 = x[i + half], c = cosine[i], s = sine[i];
-        x[i] = x0 * c - x1 * s;
-        x[i + half] = x1 * c + x0 * s;
     }
 }
 

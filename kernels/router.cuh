@@ -1,8 +1,7 @@
 // The router's choice for one row, by a whole block; contract section 8.
 #pragma once
 
-#include "port.cuh"
-#include "ucrt.cuh"
+#include "forms.cuh"
 
 // Whether expert i (logit a) ranks before expert j (logit b): larger logit, then lower index; NaN below everything.
 DEVICE bool ranks_before(float a, int i, float b, int j) {
@@ -30,9 +29,9 @@ DEVICE void block_router_topk(const RouterTopkArgs &a, int m, float *shared) {
     }
     __syncthreads();
     const float r_max = logits[ids[0]];
-    for (int t = threadIdx.x; t < a.T; t += blockDim.x) p[t] = expf_ucrt(logits[ids[t]] - r_max);
+    for (int t = threadIdx.x; t < a.T; t += blockDim.x) p[t] = exp_form(logits[ids[t]] - r_max);
     if (!a.norm_topk_prob)
-        for (int e = threadIdx.x; e < a.E; e += blockDim.x) p_all[e] = expf_ucrt(logits[e] - r_max);
+        for (int e = threadIdx.x; e < a.E; e += blockDim.x) p_all[e] = exp_form(logits[e] - r_max);
     __syncthreads();
     if (a.norm_topk_prob) {
         if (threadIdx.x == 0) {

@@ -1,12 +1,10 @@
 // Stages of a decode step (M = 1): ops of one layer joined into one launch, because between short launches a GPU waits. The
 // arithmetic is that of the single ops, from the same device functions. Each stage asks for its weights before it waits
-// for anything else.
+// for anything else. Each kernel exists in both forms: k_x and k_x_fast.
 #include "block_norm.cuh"
 #include "router.cuh"
 #include "stage_args.h"
 #include "warp_rows.cuh"
-
-#if !KESTREL_FAST
 
 // The a8 row and the norm, written once for taps and for later stages that read them.
 DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, const NormShared &sh, int m) {
@@ -28,7 +26,7 @@ DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) 
 }
 
 // A block per row, grid-stride; any M. Dynamic shared: NormShared.
-KERNEL void k_norm_a8(const NormA8Args a) {
+KERNEL void FORM(k_norm_a8)(const NormA8Args a) {
     DYNAMIC_SHARED(shared);
     const NormShared sh = norm_shared(shared, a.norm.d);
     for (int m = blockIdx.x; m < a.norm.M; m += gridDim.x) {
@@ -97,11 +95,11 @@ template <int U, int R> DEVICE void norm_matmul(const NormMatmulArgs &a, unsigne
 }
 
 // Dynamic shared: NormShared. u: steps of a slot in flight, r: rows of a warp.
-KERNEL LAUNCH_BOUNDS(256) void k_norm_matmul_u2r4(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_norm_matmul_u2r4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul<2, 4>(a, shared);
 }
-KERNEL LAUNCH_BOUNDS(256) void k_norm_matmul_u4r2(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_norm_matmul_u4r2)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul<4, 2>(a, shared);
 }
@@ -126,12 +124,12 @@ template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a) {
         }
     }
 }
-KERNEL LAUNCH_BOUNDS(256) void k_matmul_add_u2r4(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
-KERNEL LAUNCH_BOUNDS(256) void k_matmul_add_u4r2(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_matmul_add_u2r4)(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_matmul_add_u4r2)(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
 
 // Norm, a8, router logits (four experts to a block, by its first warp) and, in the last block to finish, the choice.
 // Dynamic shared: NormShared, then bf16[4, H + 8], or what block_router_topk needs.
-KERNEL void k_norm_router(const NormRouterArgs a) {
+KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
     DYNAMIC_SHARED(shared);
     __shared__ unsigned arrived;
     const NormShared sh = norm_shared(shared, a.norm.d);
@@ -196,7 +194,7 @@ template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
                     mine_up = up_y[r];
                 }
             }
-            if (lane < R) h[first + lane] = (mine_gate / (1.0f + expf_ucrt(-mine_gate))) * mine_up;
+            if (lane < R) h[first + lane] = (mine_gate / (1.0f + exp_form(-mine_gate))) * mine_up;
         }
         __syncthreads();
         if (warp_id() == 0) {
@@ -207,18 +205,18 @@ template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
         __syncthreads();
     }
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void k_gate_up_u2(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u2)(const GateUpArgs a) {
     __shared__ __align__(16) float h[32];
     gate_up<2, 2>(a, h);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void k_gate_up_u4(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u4)(const GateUpArgs a) {
     __shared__ __align__(16) float h[32];
     gate_up<4, 1>(a, h);
 }
 
 // A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and added to x.
 // Dynamic shared: f32[warps, T].
-KERNEL LAUNCH_BOUNDS(256) void k_moe_down(const MoeDownArgs a) {
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;
     float *const ys = (float *)shared + warp_id() * T;
@@ -290,5 +288,3 @@ KERNEL LAUNCH_BOUNDS(256) void k_moe_down(const MoeDownArgs a) {
         __syncwarp();
     }
 }
-
-#endif

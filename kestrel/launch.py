@@ -93,7 +93,7 @@ def attention_work_bytes(rows: int, heads: int, head_dim: int, context: int) -> 
 
 def norm_shared_bytes(d: int) -> int:
     """Dynamic shared memory of a block that norms a row of ``d`` elements (``NormShared``)."""
-    floats = _round_up(d // 8 + d % 8, 4) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
+    floats = max(32, _round_up(d // 8 + d % 8, 4)) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
     return 4 * floats + _round_up(d, 16)
 
 
@@ -241,23 +241,39 @@ _BUILDERS: dict[str, Callable[[Any, Tuning], list[Launch]]] = {
     "l2_hash": _l2_hash,
 }
 
-# Kernels with a fast form, by mode. A fast kernel takes the launch of its exact one.
+# Kernels with a fast form; it takes the launch of its exact one. Attention stays exact in mode bitexact.
 _FAST = {
     "k_rms_norm_cpu": "k_rms_norm_fast",
     "k_qk_norm_cpu": "k_qk_norm_fast",
     "k_rope": "k_rope_fast",
     "k_swiglu": "k_swiglu_fast",
+    **{
+        name: f"{name}_fast"
+        for name in (
+            "k_norm_a8",
+            "k_norm_matmul_u2r4",
+            "k_norm_matmul_u4r2",
+            "k_matmul_add_u2r4",
+            "k_matmul_add_u4r2",
+            "k_norm_router",
+            "k_gate_up_u2",
+            "k_gate_up_u4",
+            "k_moe_down",
+        )
+    },
 }
-_FAST_ATTENTION: dict[str, str] = {}
+_FAST_ATTENTION = {"k_attn_decode_online": "k_attn_fast", "k_attn_stage": "k_attn_stage_fast"}
+
+
+def in_mode(found: Sequence[Launch], mode: Mode) -> list[Launch]:
+    """The launches with the kernels of ``mode``; ``bitexact`` keeps attention exact, the rest is fast."""
+    names: dict[str, str] = {"l2exact": {}, "bitexact": _FAST, "fast": {**_FAST, **_FAST_ATTENTION}}[mode]
+    return [replace(launch, kernel=names.get(launch.kernel, launch.kernel)) for launch in found]
 
 
 def launches(op: Op, mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
-    """The launches of one op, in order. In ``bitexact`` attention follows the contract, the rest is fast."""
-    built = _BUILDERS[op.name](op.args, tuning or Tuning())
-    if mode == "l2exact":
-        return built
-    names = {**_FAST, **_FAST_ATTENTION} if mode == "fast" else _FAST
-    return [replace(launch, kernel=names.get(launch.kernel, launch.kernel)) for launch in built]
+    """The launches of one op, in order."""
+    return in_mode(_BUILDERS[op.name](op.args, tuning or Tuning()), mode)
 
 
 def merge_hashes(ops: Sequence[ctypes.Structure], tuning: Tuning | None = None) -> list[Launch]:

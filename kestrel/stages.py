@@ -19,6 +19,7 @@ from kestrel.launch import (
     Tuning,
     attention_geometry,
     attention_shared_bytes,
+    in_mode,
     launches,
     merge_hashes,
     norm_shared_bytes,
@@ -337,7 +338,7 @@ def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
 
 
 def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
-    """The launches of a whole step. Only l2exact joins ops; the other modes hash taps together, no more."""
+    """The launches of a whole step; every mode joins the same ops."""
     core = [op for op in ops if op.name != "l2_hash"]
     first: list[Any] = []  # taps before any other op
     taps: list[list[Any]] = [[] for _ in core]
@@ -347,11 +348,7 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
             at += 1
         else:
             (taps[at] if at >= 0 else first).append(op.args)
-    if mode == "l2exact":
-        stages = _stages(core, t, taps)
-    else:
-        stages = [Stage([op], launches(op, mode, t), _outputs(op)) for op in core]
-
+    stages = _stages(core, t, taps)
     found: list[Launch] = []
     pending = first
     at = 0
@@ -359,7 +356,7 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
         if any(_overlap(_source(tap), stage.written) for tap in pending):
             found += merge_hashes(pending, t)
             pending = []
-        found += stage.launches
+        found += in_mode(stage.launches, mode)
         for i, after in enumerate(taps[at : at + len(stage.ops)]):
             for tap in after:
                 address = stage.moved(i, tap.x)

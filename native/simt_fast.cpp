@@ -2,9 +2,11 @@
 #include "simt_kernels.h"
 
 #define KESTREL_FAST 1
+#include "../kernels/attention.cu"
 #include "../kernels/elementwise.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/stages.cu"
 
 namespace simt {
 
@@ -14,6 +16,17 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_qk_norm_fast, QkNormArgs),
         SIMT_KERNEL(k_rope_fast, RopeArgs),
         SIMT_KERNEL(k_swiglu_fast, SwigluArgs),
+        SIMT_KERNEL(k_attn_fast, AttentionArgs),
+        SIMT_KERNEL(k_attn_stage_fast, AttentionStageArgs),
+        SIMT_KERNEL(k_norm_a8_fast, NormA8Args),
+        SIMT_KERNEL(k_norm_matmul_u2r4_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u4r2_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_matmul_add_u2r4_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u4r2_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_norm_router_fast, NormRouterArgs),
+        SIMT_KERNEL(k_gate_up_u2_fast, GateUpArgs),
+        SIMT_KERNEL(k_gate_up_u4_fast, GateUpArgs),
+        SIMT_KERNEL(k_moe_down_fast, MoeDownArgs),
     };
     return table;
 }

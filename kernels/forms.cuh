@@ -1,0 +1,31 @@
+// The exact and the fast form of what the contract orders or defines. The same kernels compile twice: with KESTREL_FAST they
+// become *_fast kernels, which promise no bits: hardware exp, rsqrt, sine and tree sums.
+#pragma once
+
+#include "port.cuh"
+#include "ucrt.cuh"
+
+#if KESTREL_FAST
+
+#define FORM(kernel) kernel##_fast
+
+DEVICE float exp_form(float x) { return expf(x); }
+DEVICE float inverse_sqrt(float x) { return rsqrtf(x); }
+// The hardware sine is only good near zero: turns are taken off by hand, 2 pi in two parts.
+DEVICE float within_a_turn(float angle) {
+    const float turns = rint_f32(angle * 0.15915494309189535f);
+    return fma_f32(turns, 1.7484555e-7f, fma_f32(turns, -6.2831855f, angle));
+}
+DEVICE float cos_form(float x) { return cosf(within_a_turn(x)); }
+DEVICE float sin_form(float x) { return sinf(within_a_turn(x)); }
+
+#else
+
+#define FORM(kernel) kernel
+
+DEVICE float exp_form(float x) { return expf_ucrt(x); }
+DEVICE float inverse_sqrt(float x) { return 1.0f / sqrt_f32(x); }
+DEVICE float cos_form(float x) { return cosf_ucrt(x); }
+DEVICE float sin_form(float x) { return sinf_ucrt(x); }
+
+#endif
