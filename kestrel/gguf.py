@@ -106,22 +106,23 @@ def open_gguf(path: Path, findings: Findings | None = None) -> Checkpoint:
     findings.stored = [StoredTensor(t.name, t.type.name, t.shape, t.nbytes) for t in tensors.values()]
     side_files = _side_files(reader, faults)
     findings.config = config = _config(metadata, tensors, side_files, faults)
-    if config is not None and not faults:
-        faults += config.faults()
-    if config is not None and _ROPE_FREQS in tensors and not faults:
-        config = _with_rope_freqs(config, path, tensors[_ROPE_FREQS], faults)
     sources: list[SourceTensor] = []
     file = path.open("rb", buffering=0)
-    if config is not None and not faults:
-        sources = _match(config, tensors, file, metadata.architecture == "llama", faults)
-    if faults or config is None:
+    try:
+        if config is not None:
+            if _ROPE_FREQS in tensors:
+                config = _with_rope_freqs(config, file, tensors[_ROPE_FREQS], faults)
+            sources = _match(config, tensors, file, metadata.architecture == "llama", faults)
+        if faults or config is None:
+            raise ModelError(str(path), faults)
+    except BaseException:
         file.close()
-        raise ModelError(str(path), faults)
-    notes = (
-        []
-        if "tokenizer.json" in side_files
-        else ["the file has no tokenizer: the model will take token ids only"]
-    )
+        raise
+    notes = []
+    if "tokenizer.json" not in side_files:
+        notes.append("the file has no tokenizer: the model will take token ids only")
+    if metadata.foreign:
+        notes.append(f"not read, as they belong to other tools: {', '.join(metadata.foreign)}")
     return Checkpoint(str(path), "gguf", config, sources, [path], side_files, notes, file.close)
 
 
@@ -169,12 +170,19 @@ class _Metadata:
         self._fields = reader.fields
         self._faults = faults
         self._read: set[str] = set()
+        self.incomplete = False  # a value of the shape is missing or malformed
+        self.foreign: list[str] = []  # keys that llama.cpp does not read either
         self.architecture = self._string("general.architecture")
         if self.architecture not in _FAMILIES:
             faults.append(
                 f"architecture {self.architecture!r} is not supported; supported: {', '.join(_FAMILIES)}"
             )
+        kind = self._contents("general.type")
+        if kind not in (None, "model"):
+            self.incomplete = True
+            faults.append(f"general.type is {kind!r}, not 'model'")
         if self._contents("split.count") not in (None, 0, 1):
+            self.incomplete = True
             faults.append("is one part of a split model: join the parts with `llama-gguf-split --merge`")
 
     def _contents(self, key: str) -> Any:
@@ -205,10 +213,12 @@ class _Metadata:
         if value is None:
             if required:
                 self._faults.append(f"{self.architecture}.{key} is missing")
+                self.incomplete = True
             return default
         if type(value) not in kinds:
             names = " or ".join(kind.__name__ for kind in kinds)
             self._faults.append(f"{self.architecture}.{key} must be {names}, not {value!r}")
+            self.incomplete = True
             return default
         return value
 
@@ -228,11 +238,14 @@ class _Metadata:
         for key in self._fields:
             if key.startswith(_OTHER_GROUPS):
                 continue
+            if not key.startswith(prefix):
+                self.foreign.append(key)
+                continue
             name = key.removeprefix(prefix)
-            if key.startswith(prefix) and (name in self._read or name in _HARMLESS):
+            if name in self._read or name in _HARMLESS:
                 continue
             value = self._contents(key)
-            if key.startswith(prefix) and name in _OFF:
+            if name in _OFF:
                 if value not in _OFF[name]:
                     self._faults.append(f"{key} = {value!r} is not supported")
             else:
@@ -324,7 +337,11 @@ def _config(
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
     )
     m.check_rest()
-    return config
+    if m.incomplete:
+        return None
+    impossible = config.faults()
+    faults += impossible
+    return None if impossible else config
 
 
 def _rope(m: _Metadata, max_position: int, faults: list[str]) -> RopeConfig:
@@ -354,15 +371,14 @@ def _rope(m: _Metadata, max_position: int, faults: list[str]) -> RopeConfig:
     return RopeConfig(theta=theta)
 
 
-def _with_rope_freqs(config: ModelConfig, path: Path, tensor: _Tensor, faults: list[str]) -> ModelConfig:
+def _with_rope_freqs(config: ModelConfig, file: BinaryIO, tensor: _Tensor, faults: list[str]) -> ModelConfig:
     """The config with llama3 scaling, when that is what the divisors of ``rope_freqs.weight`` amount to."""
     half = config.head_dim // 2
     if tensor.shape != (half,) or tensor.type.name != "F32":
         faults.append(f"{_ROPE_FREQS}: {tensor.type.name} {list(tensor.shape)}, expected F32 [{half}]")
         return config
     divisors = np.empty(half, np.float32)
-    with path.open("rb", buffering=0) as file:
-        read_exactly(file, tensor.offset, divisors)
+    read_exactly(file, tensor.offset, divisors)
     if config.rope.type != "default":
         faults.append(f"{_ROPE_FREQS}: not supported together with rope scaling {config.rope.type!r}")
         return config

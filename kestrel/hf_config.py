@@ -175,13 +175,26 @@ def parse_hf_config(
 
     Raises ``ModelError`` with every key that is missing, malformed or not supported.
     """
+    config, faults = read_hf_config(raw, q_rows=q_rows, kv_rows=kv_rows)
+    if config is None or faults:
+        raise ModelError(where, faults)
+    return config
+
+
+def read_hf_config(
+    raw: dict[str, Any], *, q_rows: int | None = None, kv_rows: int | None = None
+) -> tuple[ModelConfig | None, list[str]]:
+    """As ``parse_hf_config``, with the faults beside the config.
+
+    A config with faults is one whose shape is sound, so that tensors can be checked against it, but that asks
+    for something kestrel does not compute; without a sound shape it is ``None``.
+    """
     parser = _Parser(raw)
     config = parser.parse(q_rows, kv_rows)
-    if config is not None and not parser.faults:
-        parser.faults += config.faults()
-    if config is None or parser.faults:
-        raise ModelError(where, parser.faults)
-    return config
+    if config is None or parser.incomplete:
+        return None, parser.faults
+    impossible = config.faults()
+    return (None if impossible else config), parser.faults + impossible
 
 
 class _Parser:
@@ -189,6 +202,7 @@ class _Parser:
         self.raw = raw
         self.read: set[str] = set()
         self.faults: list[str] = []
+        self.incomplete = False  # a value of the shape is missing or malformed
 
     # -- typed reading -------------------------------------------------------------------------------------
 
@@ -200,9 +214,11 @@ class _Parser:
         if value is None:
             if required:
                 self.faults.append(f"{key} is missing")
+                self.incomplete = True
             return default
         if not check(value):
             self.faults.append(f"{key} must be {kind}, not {value!r}")
+            self.incomplete = True
             return default
         return value
 
@@ -288,6 +304,7 @@ class _Parser:
             return architecture.head_dim
         if hidden % heads and not self.faults:
             self.faults.append(f"head_dim is absent and hidden_size {hidden} is no multiple of {heads} heads")
+            self.incomplete = True
         return max(1, hidden // heads)
 
     def _kv_heads(self, architecture: _Architecture, heads: int, head_dim: int, kv_rows: int | None) -> int:

@@ -21,7 +21,7 @@ from kestrel.checkpoint import (
 )
 from kestrel.config import ModelConfig
 from kestrel.errors import ModelError
-from kestrel.hf_config import parse_hf_config, token_ids
+from kestrel.hf_config import read_hf_config, token_ids
 from kestrel.safetensors_file import (
     FLOAT_DTYPES,
     HeaderError,
@@ -83,12 +83,8 @@ def open_hf_folder(folder: Path, findings: Findings | None = None) -> Checkpoint
     config: ModelConfig | None = None
     if raw is not None:
         raw = _with_generation_eos(raw, generation, faults)
-        try:
-            config = parse_hf_config(
-                raw, "config.json", q_rows=_rows(tensors, _Q0), kv_rows=_rows(tensors, _K0)
-            )
-        except ModelError as error:
-            faults += [f"config.json: {fault}" for fault in error.faults]
+        config, found = read_hf_config(raw, q_rows=_rows(tensors, _Q0), kv_rows=_rows(tensors, _K0))
+        faults += [f"config.json: {fault}" for fault in found]
     findings.config = config
     files = _OpenFiles()
     try:

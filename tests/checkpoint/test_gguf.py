@@ -18,12 +18,13 @@ from kestrel.config import RopeConfig
 from kestrel.convert import convert, main
 from kestrel.errors import ModelError
 from kestrel.ops import WType
-from kestrel.quantize import dequantize
+from kestrel.quantize import dequantize, dequantize_rows
 from kestrel.rope import inv_freq
 from kestrel.source import open_source
 from kestrel.weights import QuantTensor, load_model_folder
 from tests.checkpoint.files import assert_equal_bits, assert_equal_weights, faults_of, values_of
 from tests.checkpoint.gguf_model import write_gguf_model
+from tests.support.demo_model import demo_gguf
 from tests.support.models import tiny_config, write_hf_model
 
 SHAPE: dict[str, Any] = {
@@ -297,12 +298,30 @@ def test_rope_freqs_of_ones_are_no_scaling(path: Path) -> None:
         ({"embedding_length": None}, "embedding_length is missing"),
         ({"block_count": "two"}, "block_count must be int, not 'two'"),
         ({"split.count": 2}, "join the parts"),
+        ({"general.type": "adapter"}, "general.type is 'adapter', not 'model'"),
     ],
 )
 def test_metadata_refused(path: Path, metadata: dict[str, Any], words: str) -> None:
     write_gguf_model(path, "qwen3", metadata=metadata)
     found = faults_of(open_source, path)
     assert any(words in fault for fault in found), found
+
+
+def test_keys_of_other_tools_are_named_in_a_note(path: Path) -> None:
+    write_gguf_model(path, "qwen3", metadata={"general.quantized_by": "me"})
+    reader_unaware = path.read_bytes().replace(b"general.quantized_by", b"somebod.quantized_by")
+    path.write_bytes(reader_unaware)
+    source = open_source(path)
+    source.close()
+    assert "not read, as they belong to other tools: somebod.quantized_by" in source.notes
+
+
+def test_metadata_and_tensor_faults_are_listed_together(path: Path) -> None:
+    write_gguf_model(path, "qwen3", metadata={"logit_scale": 0.5}, edit={"blk.0.ffn_up.weight": None})
+    assert faults_of(open_source, path) == [
+        "qwen3.logit_scale = 0.5 is not supported",
+        "blk.0.ffn_up.weight: missing",
+    ]
 
 
 def test_moe_without_normalised_weights_is_refused(path: Path) -> None:
@@ -424,3 +443,28 @@ def test_random_bytes_changed(path: Path) -> None:
         path.write_bytes(broken)
         with suppress(ModelError):
             open_source(path).close()
+
+
+def test_demo_model() -> None:
+    """A file that llama.cpp made: 135 M parameters, Q4_1 with a Q8_0 embedding, tied."""
+    path = demo_gguf()
+    source = open_source(path)
+    try:
+        config = source.config
+        assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == (
+            "llama",
+            30,
+            9,
+            3,
+        )
+        assert (config.rope, config.rms_norm_eps) == (RopeConfig(theta=100000.0), 1e-5)
+        assert config.tie_word_embeddings
+        embed = source.tensors[0]
+        assert embed.packed is not None
+        assert embed.packed_wtype == WType.q8local
+        codes, scale = embed.packed(49000, 49152)
+        (tensor,) = [t for t in gguf.GGUFReader(path).tensors if t.name == "token_embd.weight"]
+        expected = gguf.quants.dequantize(tensor.data[49000:], tensor.tensor_type)
+        assert_equal_bits(dequantize_rows(WType.q8local, codes, scale).reshape(152, 576), expected)
+    finally:
+        source.close()

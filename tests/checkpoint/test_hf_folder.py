@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -427,10 +428,16 @@ def test_no_weights_at_all(hf: Path) -> None:
     assert faults_of(open_source, hf) == ["has neither model.safetensors nor model.safetensors.index.json"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_unreadable_file(hf: Path) -> None:
-    weights_file(hf).chmod(0)
-    assert "cannot be read: Permission denied" in faults_of(open_source, hf)[0]
+def test_unreadable_file(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    def denied(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path.name == "model.safetensors":  # chmod would not stop root
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", denied)
+    assert faults_of(open_source, hf) == ["model.safetensors: cannot be read: Permission denied"]
 
 
 def test_weights_file_that_is_a_folder(hf: Path) -> None:
@@ -454,6 +461,14 @@ def test_config_and_shards_are_reported_together(sharded: Path) -> None:
     message = str(caught.value)
     assert all(word in message for word in ("attention_bias", "some_new_trick", "model-00002-of-00003"))
     assert str(sharded) in message
+
+
+def test_config_and_tensors_are_reported_together(tmp_path: Path) -> None:
+    write_hf_model(tmp_path / "hf", "qwen3", **SHAPE, edit={Q: None}, attention_bias=True)
+    assert faults_of(open_source, tmp_path / "hf") == [
+        "config.json: attention_bias = True is not supported",
+        f"{Q}: missing",
+    ]
 
 
 def test_malformed_generation_config(hf: Path) -> None:

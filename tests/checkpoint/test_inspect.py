@@ -84,7 +84,7 @@ def test_refused_source_is_still_described(
     assert "model.layers.*.self_attn.q_proj.weight" in text
     report = inspect(paths["hugging-face"])
     assert len(report.faults) == 2
-    assert report.config is None
+    assert report.config == tiny_config("qwen3_moe", **SHAPE, eos_token_ids=(2, 0))
 
 
 def test_refused_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
