@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kestrel.errors import KestrelError
 from kestrel.l2_dump import Dump
-from kestrel.l2_fields import BY_NAME, FIELDS, Key, input_keys, parse_key
+from kestrel.l2_fields import BY_NAME, FIELDS, Key, input_keys
 
 _CACHE = ("k", "ks", "v", "vs")  # fields of the KV cache, which later positions read
 
@@ -22,12 +23,11 @@ class Tally:
     origins: int = 0  # differ although every input was equal
     first: str | None = None  # first that differs
 
-    def count(self, name: str, in_both: bool, same: bool, inputs_equal: bool) -> None:
-        self.compared += in_both
-        if not same:
-            self.differ += in_both
-            self.origins += inputs_equal
-            self.first = self.first or name
+    def count(self, name: str, in_both: bool, inputs_equal: bool) -> None:
+        """Count a key that differs or is missing; the first one comes first."""
+        self.differ += in_both
+        self.origins += inputs_equal
+        self.first = self.first or name
 
     def as_json(self) -> dict[str, Any]:
         return vars(self)
@@ -145,7 +145,7 @@ class _Comparer:
         levels = {dump.header.get("level") for dump in (a, b)}
         self.uneven = len(levels) == 2 and None not in levels
         self.common = a.hashes.keys() & b.hashes.keys()
-        self.keys = {name: parse_key(name) for name in a.hashes | b.hashes}
+        self.keys = a.keys if a.keys.keys() == b.keys.keys() else a.keys | b.keys
         self.layers = 1 + max((key.layer for key in self.keys.values() if key.layer is not None), default=-1)
         self.first_position = min(key.position for key in self.keys.values())
         self.other_cache: dict[int, int] = {}  # layer -> first position with a cache row that differs
@@ -154,35 +154,39 @@ class _Comparer:
     def run(self) -> Comparison:
         a, b = self.a.hashes, self.b.hashes
         only_a, only_b = self._missing(a, b), self._missing(b, a)
-        fields: dict[str, Tally] = {}
-        layers: dict[str, Tally] = {}
+        parts = [self.keys[name] for name in self.common]
+        fields = {name: Tally(count) for name, count in Counter(key.field for key in parts).items()}
+        layers = {
+            _layer(number): Tally(count) for number, count in Counter(key.layer for key in parts).items()
+        }
         first: Difference | None = None
-        differ = 0
-        for name in self._in_order({*self.common, *only_a, *only_b}):
+        other = [name for name in self.common if a[name] != b[name]]
+        for name in self._in_order([*other, *only_a, *only_b]):
             key = self.keys[name]
-            same = a.get(name) == b.get(name)
-            if not same and key.layer is not None and key.field in _CACHE:
-                cache = self.other_cache if name in self.common else self.lost_cache
+            in_both = name in self.common
+            if key.layer is not None and key.field in _CACHE:
+                cache = self.other_cache if in_both else self.lost_cache
                 cache.setdefault(key.layer, key.position)
-            inputs = [] if same else self._inputs(key)
-            layer = "after" if key.layer is None else str(key.layer)
-            for tally in (fields.setdefault(key.field, Tally()), layers.setdefault(layer, Tally())):
-                tally.count(name, name in self.common, same, all(item.equal for item in inputs))
-            differ += not same and name in self.common
-            if not same and first is None:
+            inputs = self._inputs(key)
+            for tally in (
+                fields.setdefault(key.field, Tally()),
+                layers.setdefault(_layer(key.layer), Tally()),
+            ):
+                tally.count(name, in_both, all(item.equal for item in inputs))
+            if first is None:
                 first = Difference(key, a.get(name), b.get(name), inputs)
         ordered = {field.name: fields[field.name] for field in FIELDS if field.name in fields}
         return Comparison(
             a=self.a,
             b=self.b,
             compared=len(self.common),
-            differ=differ,
+            differ=len(other),
             only_a=only_a,
             only_b=only_b,
             uneven_level=self.uneven,
             first=first,
             fields=ordered,
-            layers=layers,
+            layers=dict(sorted(layers.items(), key=lambda item: (item[0] == "after", len(item[0]), item[0]))),
             first_other_token=_first_other_token(self.a, self.b),
         )
 
@@ -214,6 +218,10 @@ class _Comparer:
             equal = ours[key.position] == theirs[key.position] if known else None
             inputs = [Input(f"token id at position {key.position}", equal)]
         return inputs
+
+
+def _layer(number: int | None) -> str:
+    return "after" if number is None else str(number)
 
 
 def _first_other_token(a: Dump, b: Dump) -> int | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import kestrel
 from kestrel.contract import CONTRACT
 from kestrel.errors import KestrelError
-from kestrel.l2_fields import parse_key
+from kestrel.l2_fields import Key, parse_key
 from kestrel.model import Tap, TapLevel
 
 FORMAT = "1"
@@ -94,6 +94,7 @@ class Dump:
     command: dict[str, Any] | None = None
     generated: list[int] | None = None
     hashes: dict[str, int] = field(default_factory=dict)  # key -> hash, in file order
+    keys: dict[str, Key] = field(default_factory=dict)  # the same keys, taken apart
 
     @property
     def tokens(self) -> list[int] | None:
@@ -129,12 +130,13 @@ def read_dump(path: Path | str) -> Dump:
                     dump.header[key] = value
             elif line.strip():
                 tag, value = line.split()
-                parse_key(tag)
+                key_parts = parse_key(tag)
                 if len(value) != 16:
                     raise ValueError(f"{value!r} is not a hash of 16 hex digits")
                 if tag in dump.hashes:
                     raise ValueError(f"key {tag} occurs twice")
                 dump.hashes[tag] = int(value, 16)
+                dump.keys[tag] = key_parts
         except ValueError as error:
             raise KestrelError(f"{where}: {error}") from None
     if "kestrel-l2" in dump.header:

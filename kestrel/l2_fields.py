@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ _KEY = re.compile(r"t(\d+)_(?:l(\d+)_)?([a-z0-9]+)")
 _AFTER_LAYERS = 1 << 30
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A key of a dump, taken apart."""
 
     position: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +56,12 @@ def test_the_python_page_names_everything() -> None:
     for name in ("UsageError", "ModelError", "ContextOverflowError", "NonFiniteError", "BackendError"):
         assert f"| `{name}` |" in text
         assert issubclass(getattr(errors, name), errors.KestrelError)
+
+
+def test_the_python_example_runs(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", page("python-api.md"), re.DOTALL)
+    example = example.replace("models/smollm2-135m-instruct", str(model_folder))
+    names: dict[str, object] = {}
+    exec(compile(example, "docs/python-api.md", "exec"), names)
+    assert names["logits"].shape == (3, 384)
+    assert names["result"].text in capsys.readouterr().out
