@@ -50,6 +50,7 @@ class Tuning:
     row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
+    hash_beside: int = 2  # launches that hashes should have to run beside
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,31 @@ class L2HashManyArgs(ctypes.Structure):
         ("count", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
+
+
+@dataclass(frozen=True)
+class SideLaunch:
+    """Runs beside main launches ``after`` to ``before - 1``; main launch ``before`` waits for it."""
+
+    launch: Launch
+    after: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of a step: ``main`` in order, ``side`` in order of their start beside them."""
+
+    main: list[Launch]
+    side: list[SideLaunch]
+
+    def in_line(self, *, late: bool = False) -> list[Launch]:
+        """One order for one queue: each side launch as early as it may start, or as late."""
+        found: list[Launch] = []
+        for position in range(len(self.main) + 1):
+            found += [s.launch for s in self.side if position == (s.before if late else s.after)]
+            found += self.main[position : position + 1]
+        return found
 
 
 def _ceil(a: int, b: int) -> int:
@@ -291,9 +317,9 @@ def merge_hashes(ops: Sequence[ctypes.Structure], tuning: Tuning | None = None) 
     return found
 
 
-def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> list[Launch]:
+def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> Plan:
     """The launches of a whole step: ops of one row joined into stages where there is a stage for them
-    (``kestrel.stages``), taps hashed together where nothing overwrites them in between.
+    (``kestrel.stages``), taps beside them (``kestrel.tap_schedule``).
     """
     from kestrel.stages import plan_stages  # it builds on this module
 

@@ -37,7 +37,7 @@ class SimtProgram:
     """Ops as launches; a full run may hash neighbouring taps together, a partial one goes op by op."""
 
     def __init__(self, ops: Sequence[Op], mode: Mode, tuning: Tuning, seed: int) -> None:
-        self._plan = plan(ops, mode, tuning)
+        self._plan = plan(ops, mode, tuning).in_line(late=seed % 2 == 1)
         self._by_op = [launches(op, mode, tuning) for op in ops]
         self._seed = seed
 

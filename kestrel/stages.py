@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kestrel.launch import (
     ATTENTION_COUNTERS,
     Launch,
     Mode,
+    Plan,
+    SideLaunch,
     Tuning,
     attention_geometry,
     attention_shared_bytes,
@@ -41,6 +43,7 @@ from kestrel.ops import (
     SwigluArgs,
     WType,
 )
+from kestrel.tap_schedule import TimedTap, group_taps
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -337,26 +340,30 @@ def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
     return True
 
 
-def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
+def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
     """The launches of a whole step; every mode joins the same ops."""
     core = [op for op in ops if op.name != "l2_hash"]
-    first: list[Any] = []  # taps before any other op
-    taps: list[list[Any]] = [[] for _ in core]
-    at = -1
+    taps: list[list[Any]] = [[] for _ in range(len(core) + 1)]  # by the ops before them
+    at = 0
     for op in ops:
         if op.name != "l2_hash":
             at += 1
         else:
-            (taps[at] if at >= 0 else first).append(op.args)
-    stages = _stages(core, t, taps)
-    found: list[Launch] = []
-    pending = first
-    at = 0
+            taps[at].append(op.args)
+    stages = _stages(core, t, taps[1:])
+    main: list[Launch] = []
+    done: list[TimedTap] = []
+    pending = [TimedTap(tap, 0, 0) for tap in taps[0]]
+    at = 1
     for stage in stages:
-        if any(_overlap(_source(tap), stage.written) for tap in pending):
-            found += merge_hashes(pending, t)
-            pending = []
-        found += in_mode(stage.launches, mode)
+        kept: list[TimedTap] = []
+        for waiting in pending:
+            if _overlap(_source(waiting.args), stage.written):
+                done.append(replace(waiting, deadline=len(main)))
+            else:
+                kept.append(waiting)
+        pending = kept
+        main += in_mode(stage.launches, mode)
         for i, after in enumerate(taps[at : at + len(stage.ops)]):
             for tap in after:
                 address = stage.moved(i, tap.x)
@@ -364,6 +371,12 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> list[Launch]:
                     copy = type(tap).from_buffer_copy(tap)
                     copy.x = address
                     tap = copy
-                pending.append(tap)
+                pending.append(TimedTap(tap, len(main), 0))
         at += len(stage.ops)
-    return found + (merge_hashes(pending, t) if pending else [])
+    done += [replace(tap, deadline=len(main)) for tap in pending]
+    side = [
+        SideLaunch(launch, group.after, group.before)
+        for group in group_taps(done, t.hash_beside)
+        for launch in merge_hashes(group.taps, t)
+    ]
+    return Plan(main, side)

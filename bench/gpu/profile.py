@@ -43,9 +43,9 @@ def kernel_table(engine: Engine, depth: int) -> list[list[Any]]:
     model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
     program: Any = model.step(1, 1).program
     groups: dict[tuple[str, Any], list[PreparedLaunch]] = {}
-    for item in program._whole:
+    for item in program.whole.main:
         groups.setdefault((item.launch.kernel, item.launch.grid), []).append(item)
-    whole = replay_microseconds(backend, program._whole)
+    whole = replay_microseconds(backend, program.whole.main)
     rows = []
     for (kernel, grid), launches in groups.items():
         total = replay_microseconds(backend, launches)
@@ -54,6 +54,6 @@ def kernel_table(engine: Engine, depth: int) -> list[list[Any]]:
     listed = sum(row[4] for row in rows)
     table = [["kernel", "grid", "launches", "us each", "us a step", "share"]]
     table += [[k, g, n, f"{e:.2f}", f"{t:.1f}", f"{100 * t / listed:.1f} %"] for k, g, n, e, t in rows]
-    table.append(["sum of the parts", "", len(program._whole), "", f"{listed:.1f}", ""])
+    table.append(["sum of the parts", "", len(program.whole.main), "", f"{listed:.1f}", ""])
     table.append(["whole step, one graph", "", "", "", f"{whole:.1f}", ""])
     return table

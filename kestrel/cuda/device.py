@@ -20,7 +20,7 @@ from kestrel.cuda.graph import Graph
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
 from kestrel.cuda.sources import kernel_sources
 from kestrel.errors import BackendError
-from kestrel.launch import Launch, Tuning, attention_work_bytes, launches, plan
+from kestrel.launch import Launch, Plan, Tuning, attention_work_bytes, launches, plan
 from kestrel.ops import Op
 
 Mode = Literal["fast", "bitexact", "l2exact"]
@@ -36,6 +36,44 @@ class PreparedLaunch:
     arguments: Any  # the kernel's single parameter, a copy of its own
     parameters: Any  # (c_void_p * 1): its address
     address: int  # of ``parameters``
+
+
+class PreparedPlan:
+    """A step ready to be queued: main launches on the backend's stream, side launches beside them.
+
+    Events order the two: one before each side launch (its input is there), one after it (its input may go).
+    """
+
+    def __init__(self, backend: CudaBackend, plan: Plan, last: Sequence[Launch] = ()) -> None:
+        """``last`` launches follow when all others are done."""
+        self._backend = backend
+        self.main = backend.prepare([*plan.main, *last])
+        self._side = [(backend.prepare([side.launch]), side.after, side.before) for side in plan.side]
+        self._events = [(backend.event(), backend.event()) for _ in self._side]
+
+    def __len__(self) -> int:
+        return len(self.main) + len(self._side)
+
+    def queue(self) -> None:
+        """Queue every launch; the device must be current."""
+        backend, position = self._backend, 0
+        main, side = backend.stream, backend.side_stream
+        # At each position: wait for what must be done, start what may, wait for what must be done at once.
+        turns: list[tuple[int, int, int]] = []
+        for i, (_, after, before) in enumerate(self._side):
+            turns += [(after, 1, i), (before, 0 if before > after else 2, i)]
+        for at, turn, i in sorted(turns):
+            backend.launch(self.main[position:at])
+            position = at
+            ready, done = self._events[i]
+            if turn == 1:
+                ready.record(main)
+                side.wait_event(ready)
+                backend.launch(self._side[i][0], side=True)
+                done.record(side)
+            else:
+                main.wait_event(done)
+        backend.launch(self.main[position:])
 
 
 class Kernels:
@@ -83,7 +121,8 @@ class CudaProgram:
     def __init__(self, backend: CudaBackend, ops: Sequence[Op]) -> None:
         self._backend = backend
         self._ops = list(ops)
-        self._whole = backend.prepare(plan(self._ops, backend.mode, backend.tuning))
+        self._plan = plan(self._ops, backend.mode, backend.tuning)
+        self.whole = PreparedPlan(backend, self._plan)
         self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
         rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
         self._graph_wanted = backend.graph and 1 <= rows <= GRAPH_ROWS
@@ -94,7 +133,7 @@ class CudaProgram:
     @property
     def launches(self) -> int:
         """Kernel launches of a whole run."""
-        return len(self._whole)
+        return len(self.whole)
 
     @property
     def recorded(self) -> bool:
@@ -123,7 +162,7 @@ class CudaProgram:
     ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Run ``count`` one-row steps, each on the token the one before chose: see GreedyLoop.run."""
         if self._loop is None:
-            self._loop = GreedyLoop(self._backend, self._whole, ids, pos, chosen, hashes, taps)
+            self._loop = GreedyLoop(self._backend, self._plan, ids, pos, chosen, hashes, taps)
         return self._loop.run(count)
 
     def queue(self) -> None:
@@ -134,11 +173,11 @@ class CudaProgram:
         """
         backend = self._backend
         if self._graph is None and self._graph_wanted and self._ran_eagerly:
-            self._graph = Graph.record(backend.stream, lambda: backend.launch(self._whole))
+            self._graph = Graph.record(backend.stream, self.whole.queue)
         if self._graph is not None:
             self._graph.launch()
         else:
-            backend.launch(self._whole)
+            self.whole.queue()
             self._ran_eagerly = True
 
 
@@ -170,7 +209,8 @@ class CudaBackend:
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         with self._device():
             self.stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._stream_handle = driver.CUstream(self.stream.ptr)
+            self.side_stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._handles = driver.CUstream(self.stream.ptr), driver.CUstream(self.side_stream.ptr)
             self._memory = Memory(self._cupy, f"{self.name} ({self.device.name})", self.stream, progress)
             self._kernels = Kernels(self._cupy, self.device.architecture, fast=mode != "l2exact")
 
@@ -269,9 +309,13 @@ class CudaBackend:
             )
         return prepared
 
-    def launch(self, prepared: Sequence[PreparedLaunch]) -> None:
-        """Queue launches on the backend's stream; the device must be current."""
-        launch_kernel, stream = self._driver.cuLaunchKernel, self._stream_handle
+    def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> PreparedPlan:
+        """A plan with launches that follow it."""
+        return PreparedPlan(self, plan, last)
+
+    def launch(self, prepared: Sequence[PreparedLaunch], *, side: bool = False) -> None:
+        """Queue launches on the backend's stream, or on the one beside it; the device must be current."""
+        launch_kernel, stream = self._driver.cuLaunchKernel, self._handles[side]
         for item in prepared:
             launch = item.launch
             (status,) = launch_kernel(

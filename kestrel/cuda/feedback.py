@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from kestrel.backend import Buffer
 from kestrel.cuda.graph import Graph
-from kestrel.launch import Launch
+from kestrel.launch import Launch, Plan
 
 if TYPE_CHECKING:
-    from kestrel.cuda.device import CudaBackend, PreparedLaunch
+    from kestrel.cuda.device import CudaBackend
 
 AHEAD = 4  # steps in the queue while the host looks at the oldest one
 
@@ -42,7 +42,7 @@ class GreedyLoop:
     def __init__(
         self,
         backend: CudaBackend,
-        launches: list[PreparedLaunch],
+        plan: Plan,
         ids: Buffer,
         pos: Buffer,
         chosen: Buffer,
@@ -65,7 +65,7 @@ class GreedyLoop:
             taps=taps,
         )
         feedback = Launch("k_feedback", (1, 1, 1), (256, 1, 1), 0, args)
-        self._launches = [*launches, *backend.prepare([feedback])]
+        self._whole = backend.prepare_plan(plan, [feedback])
         self._events = [backend.event() for _ in range(AHEAD)]
         self._graph: Graph | None = None
         self._ran_eagerly = False
@@ -106,9 +106,9 @@ class GreedyLoop:
         """One step; recorded as a graph from the second on, as ``CudaProgram.queue`` does."""
         backend: Any = self._backend
         if self._graph is None and backend.graph and self._ran_eagerly:
-            self._graph = Graph.record(backend.stream, lambda: backend.launch(self._launches))
+            self._graph = Graph.record(backend.stream, self._whole.queue)
         if self._graph is not None:
             self._graph.launch()
         else:
-            backend.launch(self._launches)
+            self._whole.queue()
             self._ran_eagerly = True
