@@ -101,6 +101,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "row_warps": (1, 8),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
+    "hash_beside": (0, 5),
 }
 
 
