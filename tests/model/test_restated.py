@@ -40,6 +40,16 @@ def test_every_key_is_what_the_document_says(name: str, wtype: WType) -> None:
     assert_same_bits(actual, expected)
 
 
+def test_two_attention_chunks() -> None:
+    """Positions 256 and later merge the states of two chunks."""
+    config = tiny_config("llama", hidden=32, layers=1, heads=1, kv_heads=1, ffn=32, vocab=32)
+    weights = random_weights(config, WType.q8local)
+    ids = random_ids(262, config.vocab_size, 5)
+    expected = Restated(config, weights).forward(ids)
+    actual = run_tokens(make_model(config, weights, max_rows=262), ids, taps="extended")
+    assert_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize("mistake", ["weights of the next layer", "eps", "last bit of h"])
 def test_comparison_notices(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("qwen3")
