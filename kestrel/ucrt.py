@@ -1,8 +1,8 @@
 """expf, cosf and sinf as the Universal C Runtime computes them (contract section 11), over arrays.
 
-They are the functions of ``kernels/ucrt.cuh``, which the reference and the device kernels share: equal bits on
-every machine. This is the UCRT's FMA path; its SSE2-only path and other versions may differ. Beyond the UCRT's
-fast range (cosf from 3373259426, sinf from 16779436) the argument reduction is an exact one of our own.
+They are the functions of ``kernels/ucrt.cuh``, which the reference and the device kernels share: equal bits
+on every machine. This is the UCRT's FMA path; its SSE2-only path and other versions may differ. Beyond the
+UCRT's fast range (cosf from 3373259426, sinf from 16779436) the reduction is an exact one of our own.
 """
 
 from __future__ import annotations

@@ -134,7 +134,15 @@ def test_long_context(position: int) -> None:
         assert_bits_equal(run(case, isa, threads), expected, f"{isa}, {threads} threads")
 
 
-def test_two_chunks_merge_left_to_right() -> None:
+@pytest.mark.parametrize("ks", [1e-7, 1e-4])
+def test_chunks_of_equal_weight(ks: float) -> None:
+    """Sensitive to every rounding of the merge: nearly flat scores, so that all chunks count."""
+    case = make_case(nh=6, nkv=2, hd=32, positions=[800], slots=801)
+    case["ks"][:] *= np.float32(ks)
+    check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+def test_chunks_merge_left_to_right() -> None:
     """Sensitive to the order of the merge: four chunks with very different maxima."""
     case = make_case(nh=1, nkv=1, hd=32, positions=[1023], slots=1024)
     case["ks"][:, 0] *= np.repeat(np.array([1, 8, 0.1, 3], np.float32), 256)
