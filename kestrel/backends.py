@@ -55,11 +55,13 @@ class Placement:
 
     @property
     def uses_gpu(self) -> bool:
-        return "cuda" in (parse_device(self.prompt)[0], parse_device(self.decode)[0])
+        return any(parse_device(device)[0] == "cuda" for device in self.devices)
 
     @property
-    def split(self) -> bool:
-        return parse_device(self.prompt) != parse_device(self.decode)
+    def devices(self) -> tuple[str, ...]:
+        """The prompt's device, then the other one if there are two."""
+        same = parse_device(self.prompt) == parse_device(self.decode)
+        return (self.prompt,) if same else (self.prompt, self.decode)
 
 
 def choose_mode(mode: str | None = None) -> Mode:

@@ -108,14 +108,20 @@ class LLM:
             if on_load is not None:
                 on_load(done, total)
 
-        def backend(where: str) -> Backend:
-            return make_backend(where, self.mode, threads=threads, isa=isa, graph=graph, on_upload=uploaded)
-
-        prompt = backend(self.placement.prompt)
-        decode = backend(self.placement.decode) if self.placement.split else None
+        backends: list[Backend] = []
+        try:
+            for where in self.placement.devices:
+                backends.append(  # noqa: PERF401  those made before a failure must be closed
+                    make_backend(where, self.mode, threads=threads, isa=isa, graph=graph, on_upload=uploaded)
+                )
+            engine = Engine(config, weights, *backends, context=ctx_size, chunk=chunk)
+        except BaseException:
+            for made in backends:
+                made.close()
+            raise
         self.config = config
         self._graph = graph
-        self._engine: Engine | None = Engine(config, weights, prompt, decode, context=ctx_size, chunk=chunk)
+        self._engine: Engine | None = engine
 
     # -- life ------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kestrel
-from kestrel.errors import ContextOverflowError, KestrelError, ModelError, UsageError
+from kestrel.cpu import CpuBackend
+from kestrel.errors import BackendError, ContextOverflowError, KestrelError, ModelError, UsageError
 from kestrel.llm import LLM
 from kestrel.sampling import SamplingParams
 from tests.support.bits import assert_bits_equal
@@ -228,6 +230,35 @@ def test_a_missing_or_foreign_folder_is_refused(tmp_path: Path, model_folder: Pa
         LLM(tmp_path / "nothing")
     with pytest.raises(ModelError, match=r"kestrel\.convert"):
         LLM(model_folder.parent / "qwen3_moe-source")
+
+
+class Small(CpuBackend):
+    """A device of ``room`` bytes."""
+
+    room = 0
+    closed = 0
+
+    def check_memory(self, parts: Mapping[str, int]) -> None:
+        if sum(parts.values()) > self.room:
+            raise BackendError(", ".join(f"{name}: {size} bytes" for name, size in parts.items()))
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_a_device_that_is_too_small_is_refused_and_released(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrel.llm.make_backend", lambda *a, **k: Small(1))
+    monkeypatch.setattr(Small, "closed", 0)
+    with pytest.raises(BackendError, match=r"weights: \d+ bytes, KV cache of 64 positions: \d+ bytes, act"):
+        LLM(model_folder, device="cpu", decode_device="cuda", ctx_size=64)
+    assert Small.closed == 2
+    monkeypatch.setattr(Small, "room", 1 << 30)
+    with LLM(model_folder, device="cpu", decode_device="cuda", ctx_size=64) as llm:
+        assert llm.generate(PROMPT, 3).finish_reason == "length"
+        assert llm.describe()["decode-backend"] == "cpu"
+    assert Small.closed == 4
 
 
 # -- dumps ---------------------------------------------------------------------------------------------------
