@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-_OF_TESTS = {"KESTREL_SHARED"}  # read by tests/support alone
 
 
 class Variable(Generic[T]):
@@ -197,7 +196,7 @@ class Env:
             variable.__get__(self, Env)
         known = [variable.name for variable in self.table()]
         for name in sorted(self.environ):
-            if name.startswith("KESTREL_") and name not in known and name not in _OF_TESTS:
+            if name.startswith("KESTREL_") and name not in known and name not in DEVELOPMENT:
                 near = difflib.get_close_matches(name[8:], [other[8:] for other in known], n=1)
                 hint = f"; did you mean KESTREL_{near[0]}?" if near else ", it is ignored; see docs/env.md"
                 self._warn(name, f"unknown environment variable {name}{hint}")
@@ -217,6 +216,13 @@ class Env:
 
 env = Env()
 
+# Variables of the build and the tests, read there alone.
+DEVELOPMENT = {
+    "KESTREL_BUILD_SIMT": "1: `setup.py` also builds the kernels for the CPU, which only tests use.",
+    "KESTREL_DEMO_GGUF": "The demo model's GGUF file, for tests that need it.",
+    "KESTREL_SHARED": "Folder of larger test material; `shared` beside the repository without it.",
+}
+
 # Variables of other projects that change what kestrel does; listed in docs/env.md.
 FOREIGN = {
     "NO_COLOR": "No colour in progress bars and tables on stderr.",
@@ -234,6 +240,10 @@ def markdown() -> str:
     for v in Env.table():
         alias = ", ".join(f"`{name}`" for name in v.aliases)
         lines.append(f"| `{v.name}` | {v.values} | {v.default} | {v.help} | {alias} |")
-    lines += ["", "Variables of other projects:", "", "| variable | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in FOREIGN.items()]
+    for title, table in (
+        ("Variables of other projects", FOREIGN),
+        ("Variables of the build and the tests", DEVELOPMENT),
+    ):
+        lines += ["", f"{title}:", "", "| variable | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {text} |" for name, text in table.items()]
     return "\n".join(lines) + "\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kestrel.backends import Placement, choose_mode
-from kestrel.env import Env, env, markdown
+from kestrel.env import DEVELOPMENT, Env, env, markdown
 from kestrel.errors import UsageError
 from tests.support.shared import REPOSITORY
 
@@ -31,6 +32,15 @@ def test_no_other_module_reads_a_variable_of_ours() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             if "environ" in line or "getenv" in line:
                 assert not any(f'"{name}"' in line for name in known), f"{path}: {line.strip()}"
+
+
+def test_variables_read_outside_the_package_are_listed() -> None:
+    """Otherwise a developer who sets one gets a warning of an unknown variable from every command."""
+    paths = [REPOSITORY / "setup.py", *(REPOSITORY / "tests").rglob("*.py")]
+    read = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\()["'](KESTREL_\w+)["']""")
+    names = {name for path in paths for name in read.findall(path.read_text(encoding="utf-8"))}
+    assert "KESTREL_SHARED" in names
+    assert names <= {*DEVELOPMENT, *(variable.name for variable in Env.table())}
 
 
 def test_unset_and_empty_are_none() -> None:
