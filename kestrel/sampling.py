@@ -21,8 +21,8 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 round multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # key increments per round
 _MASK = 0xFFFFFFFF
 
-# top-p looks at this many likeliest tokens first and sorts the rest only if they do not reach p.
-_TOP_P_FIRST = 512
+# top-p sorts this many likeliest tokens first, then more, and all only if these do not reach p.
+_TOP_P_STEPS = (512, 16384)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _top_p(
 ) -> npt.NDArray[np.int64]:
     """Indices, ascending, of the shortest likeliest-first run that reaches ``top_p`` times the whole sum."""
     target = top_p * np.cumsum(p)[-1]
-    for count in (min(_TOP_P_FIRST, len(p)), len(p)):
+    for count in (*(step for step in _TOP_P_STEPS if step < len(p)), len(p)):
         likeliest = _top_k(logits, count)
         ranked = likeliest[np.argsort(-logits[likeliest], kind="stable")]  # index order within ties
         sums = np.cumsum(p[ranked])
