@@ -92,6 +92,14 @@ def test_sample_equals_the_rule(filters: dict, ties: bool) -> None:
         assert sample(logits, params, position) == reference(logits, params, position)
 
 
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.95])
+def test_top_p_over_a_large_flat_vocabulary(top_p: float) -> None:
+    """The likeliest 512, 16384, and all tokens are needed."""
+    logits = (np.random.default_rng(4).standard_normal(40_000) / 2).astype(np.float32)
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    assert sample(logits, params, 9) == reference(logits, params, 9)
+
+
 def test_ties_go_to_the_lower_index() -> None:
     logits = np.zeros(10, np.float32)
     logits[[2, 5, 7]] = 1
