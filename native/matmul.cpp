@@ -85,16 +85,14 @@ void run_scalar(const MatmulTask &task, const MatmulInput &input, char *) {
 
 size_t no_workspace(int, int) { return 0; }
 
-// Weight rows of one task: a few tasks per thread so that a delayed thread does not hold up the rest, in multiples of 8
-// (one cache line of outputs belongs to few threads, and forms work on blocks of 8 rows).
-int rows_per_task(int64_t rows, int threads, int M) {
+}  // namespace
+
+int rows_per_task(int64_t rows, int threads, int inputs) {
     const int64_t tasks = static_cast<int64_t>(threads) * (threads == 1 ? 1 : 8);
     const int64_t even = (rows + tasks - 1) / tasks;
-    const int64_t most = M == 1 ? 4096 : 64;
-    return static_cast<int>(round_up(std::min(std::max<int64_t>(even, 8), most), 8));
+    if (inputs <= kFewInputs) return static_cast<int>(round_up(std::min<int64_t>(even, 4096), 8));
+    return static_cast<int>(std::min(std::max<int64_t>(even / 32 * 32, 32), int64_t{64}));
 }
-
-}  // namespace
 
 std::atomic<bool> use_vnni{__builtin_cpu_supports("avx512vnni") != 0};
 
@@ -114,14 +112,27 @@ void run_matmul(const MatmulArgs &args, const MatmulForm &form, ThreadContext &c
 
     const MatmulInput input = {args.x, args.xq, args.xd, args.gsum};
     const int step = rows_per_task(ldy, context.count, args.M);
+    // Too few tasks for the threads: the input rows are cut as well, into parts that still repay unpacking the weights.
+    const int64_t row_tasks = (ldy + step - 1) / step;
+    const int64_t wanted_parts = context.count == 1 ? 1 : (4 * context.count + row_tasks - 1) / row_tasks;
+    const int parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(wanted_parts, args.M / 32), 1));
     int64_t chunk = context.next_chunk(), first_chunk = 0, column = 0;
     for (int i = 0; i < args.n_w; i++) {
         const Weight &w = args.w[i];
-        const int64_t chunks = (w.n + step - 1) / step;
+        const int64_t chunks = static_cast<int64_t>(parts) * ((w.n + step - 1) / step);
         for (; chunk < first_chunk + chunks; chunk = context.next_chunk()) {
-            const int begin = static_cast<int>(chunk - first_chunk) * step;
-            const MatmulTask task = {w,        begin,    std::min(begin + step, w.n), args.M,
-                                     identity, identity, args.y + column,             ldy};
+            const int64_t at = chunk - first_chunk;
+            const int begin = static_cast<int>(at / parts) * step, part = static_cast<int>(at % parts);
+            const int m0 = static_cast<int>(static_cast<int64_t>(args.M) * part / parts);
+            const int m1 = static_cast<int>(static_cast<int64_t>(args.M) * (part + 1) / parts);
+            const MatmulTask task = {w,
+                                     begin,
+                                     std::min(begin + step, w.n),
+                                     m1 - m0,
+                                     identity + m0,
+                                     identity + m0,
+                                     args.y + column,
+                                     ldy};
             form.run(task, input, scratch + index_bytes);
         }
         first_chunk += chunks;

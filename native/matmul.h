@@ -39,6 +39,13 @@ struct MatmulForm {
 
 static constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// Up to this many input rows a product is bound by reading weights, above by computing.
+static constexpr int kFewInputs = 4;
+
+// Weight rows of one task of an op with `rows` weight rows: several tasks per thread, so that a delayed thread does not
+// hold up the rest. Few inputs: a multiple of 8 (outputs of a task fill cache lines); many: whole tiles of 16 or 32 rows.
+int rows_per_task(int64_t rows, int threads, int inputs);
+
 // The ops, given a form; called by all threads of the pool together.
 void run_matmul(const MatmulArgs &args, const MatmulForm &form, ThreadContext &context);
 void run_moe_matmul(const MoeMatmulArgs &args, const MatmulForm &form, ThreadContext &context);

@@ -12,7 +12,7 @@
 namespace kestrel {
 namespace {
 
-constexpr int kRowFormInputs = 4;  // most input rows of the row form
+constexpr int kRowFormInputs = 3;  // most input rows of the row form
 constexpr int kTileInputs = 3;     // input rows that one pass over the tiles serves
 
 // ---- helpers ---------------------------------------------------------------------------------------------------------
@@ -190,58 +190,113 @@ inline void dots_q8(const signed char *codes, int groups, const InputBlock *cons
     }
 }
 
+template <int WType, int C>
+inline void dots(const char *codes, const InputBlock *const *in, __m256i *dot) {
+    if (WType == KESTREL_Q4LOCAL)
+        dots_q4<C, 4, false>(reinterpret_cast<const unsigned char *>(codes), _mm256_setzero_si256(), in, dot);
+    else
+        dots_q8<C>(reinterpret_cast<const signed char *>(codes), 8, in, dot);
+}
+
+template <int WType, int C>
+inline void tail_dots(const char *codes, const Tail &tail, const InputBlock *const *in, __m256i *dot) {
+    if (WType == KESTREL_Q4LOCAL)
+        tail_dots_q4<C>(reinterpret_cast<const unsigned char *>(codes), tail, in, dot);
+    else
+        dots_q8<C>(reinterpret_cast<const signed char *>(codes), tail.count, in, dot);
+}
+
 // ---- row form --------------------------------------------------------------------------------------------------------
+
+// What a task's rows share.
+template <int WType>
+struct RowTask {
+    static constexpr int kGroupBytes = WType == KESTREL_Q4LOCAL ? 16 : 32;
+
+    const char *codes;            // of row 0
+    const unsigned short *scale;  // of row 0
+    int groups;
+    const InputBlock *arranged;  // [C, ceil(groups / 8)]
+    Tail tail;
+    __m128i shuffle;  // of 8 scales to slot order
+
+    RowTask(const Weight &w, const InputBlock *arranged_input)
+        : codes(static_cast<const char *>(w.codes)), scale(w.scale), groups(w.k / 32), arranged(arranged_input),
+          tail(groups, slots()), shuffle(scale_shuffle(slots(), 0)) {}
+
+    static const int *slots() { return WType == KESTREL_Q4LOCAL ? kLaneOfSlotQ4 : kLaneOfSlotQ8; }
+};
+
+// Rows n .. n+R-1 times C inputs: accumulators in slot order. The rows' loads and chains of fma overlap.
+template <int WType, int R, int C>
+inline void accumulate_rows(const RowTask<WType> &t, int64_t n, __m256 (&acc)[R][C]) {
+    const int blocks = t.groups / 8, stride = (t.groups + 7) / 8;
+    const int64_t row_bytes = static_cast<int64_t>(t.groups) * t.kGroupBytes;
+    const char *codes = t.codes + n * row_bytes;
+    const unsigned short *scale = t.scale + n * t.groups;
+    const InputBlock *in[C];
+    __m256i dot[C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c] = _mm256_setzero_ps();
+    for (int b = 0; b < blocks; b++, codes += 8 * t.kGroupBytes, scale += 8) {
+        for (int c = 0; c < C; c++) in[c] = t.arranged + c * stride + b;
+        for (int r = 0; r < R; r++) {
+            dots<WType, C>(codes + r * row_bytes, in, dot);
+            const __m256 scales = _mm256_cvtph_ps(_mm_shuffle_epi8(load128(scale + r * t.groups), t.shuffle));
+            for (int c = 0; c < C; c++) acc[r][c] = accumulate(acc[r][c], dot[c], scales, *in[c]);
+        }
+    }
+    if (t.tail.count != 0) {
+        for (int c = 0; c < C; c++) in[c] = t.arranged + c * stride + blocks;
+        for (int r = 0; r < R; r++) {
+            tail_dots<WType, C>(codes + r * row_bytes, t.tail, in, dot);
+            const __m256 scales = t.tail.scales(scale + r * t.groups + t.tail.count);
+            // Lanes without a group keep their value, whatever the padding multiplies to.
+            for (int c = 0; c < C; c++)
+                acc[r][c] = _mm256_blendv_ps(acc[r][c], accumulate(acc[r][c], dot[c], scales, *in[c]),
+                                             _mm256_castsi256_ps(t.tail.slot_mask));
+        }
+    }
+}
+
+// lo[0..3] of hsum8 for two rows in slot order: [a lo0, a lo2, b lo0, b lo2 | a lo1, a lo3, b lo1, b lo3] for q4local,
+// where lanes 0 2 4 6 and 1 3 5 7 lie together; then the pairs (lo0 + lo1, lo2 + lo3) of a and of b.
+template <int WType>
+inline __m128 pair_sums(__m256 a, __m256 b) {
+    if (WType == KESTREL_Q4LOCAL) {
+        const __m256 lo = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+        return _mm_add_ps(_mm256_castps256_ps128(lo), _mm256_extractf128_ps(lo, 1));
+    }
+    return _mm_hadd_ps(_mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
+                       _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+}
 
 template <int WType, int C>
 void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *workspace) {
-    constexpr bool q4 = WType == KESTREL_Q4LOCAL;
-    const int *lane_of_slot = q4 ? kLaneOfSlotQ4 : kLaneOfSlotQ8;
-    const int groups = task.w.k / 32, blocks = groups / 8, stride = (groups + 7) / 8;
-    auto *arranged = reinterpret_cast<InputBlock *>(workspace);  // [C][stride]
+    constexpr int R = C == 1 ? 4 : 1;  // more inputs give enough to overlap
+    const int groups = task.w.k / 32;
+    auto *arranged = reinterpret_cast<InputBlock *>(workspace);
     for (int c = 0; c < C; c++) {
         const int64_t in = task.in_row[c];
         arrange_input(WType, groups, input.xq + in * task.w.k, input.xd + in * groups,
-                      q4 ? input.gsum + in * groups : nullptr, arranged + c * stride);
+                      WType == KESTREL_Q4LOCAL ? input.gsum + in * groups : nullptr,
+                      arranged + c * ((groups + 7) / 8));
     }
-    const Tail tail(groups, lane_of_slot);
-    const __m128i shuffle = scale_shuffle(lane_of_slot, 0);
-    const int row_bytes = groups * (q4 ? 16 : 32), block_bytes = 8 * (q4 ? 16 : 32);
-
-    const char *codes = static_cast<const char *>(task.w.codes) + static_cast<int64_t>(task.begin) * row_bytes;
-    const unsigned short *scale = task.w.scale + static_cast<int64_t>(task.begin) * groups;
-    for (int n = task.begin; n < task.end; n++) {
-        __m256 acc[C];
-        __m256i dot[C];
-        const InputBlock *in[C];
-        for (int c = 0; c < C; c++) acc[c] = _mm256_setzero_ps();
-        for (int b = 0; b < blocks; b++, codes += block_bytes, scale += 8) {
-            for (int c = 0; c < C; c++) in[c] = arranged + c * stride + b;
-            if (q4)
-                dots_q4<C, 4, false>(reinterpret_cast<const unsigned char *>(codes), tail.code_mask, in, dot);
-            else
-                dots_q8<C>(reinterpret_cast<const signed char *>(codes), 8, in, dot);
-            const __m256 scales = _mm256_cvtph_ps(_mm_shuffle_epi8(load128(scale), shuffle));
-            for (int c = 0; c < C; c++) acc[c] = accumulate(acc[c], dot[c], scales, *in[c]);
-        }
-        if (tail.count != 0) {
-            for (int c = 0; c < C; c++) in[c] = arranged + c * stride + blocks;
-            if (q4)
-                tail_dots_q4<C>(reinterpret_cast<const unsigned char *>(codes), tail, in, dot);
-            else
-                dots_q8<C>(reinterpret_cast<const signed char *>(codes), tail.count, in, dot);
-            codes += tail.count * (q4 ? 16 : 32);
-            scale += tail.count;
-            const __m256 scales = tail.scales(scale);
-            // Lanes without a group keep their value, whatever the padding multiplies to.
-            for (int c = 0; c < C; c++)
-                acc[c] = _mm256_blendv_ps(acc[c], accumulate(acc[c], dot[c], scales, *in[c]),
-                                          _mm256_castsi256_ps(tail.slot_mask));
-        }
+    const RowTask<WType> t(task.w, arranged);
+    int n = task.begin;
+    for (; R == 4 && n + R <= task.end; n += R) {
+        __m256 acc[R][C];
+        accumulate_rows<WType, R, C>(t, n, acc);
+        const __m128 first = pair_sums<WType>(acc[0][0], acc[1 % R][0]);
+        const __m128 last = pair_sums<WType>(acc[2 % R][0], acc[3 % R][0]);
+        _mm_storeu_ps(task.y + task.out_row[0] * task.ldy + n, _mm_hadd_ps(first, last));
+    }
+    for (; n < task.end; n++) {
+        __m256 acc[1][C];
+        accumulate_rows<WType, 1, C>(t, n, acc);
         for (int c = 0; c < C; c++) {
-            // Slots back to lanes: kLaneOfSlotQ4 as a permutation is undone by {0, 4, 1, 5, 2, 6, 3, 7}.
-            const __m256 lanes =
-                q4 ? _mm256_permutevar8x32_ps(acc[c], _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)) : acc[c];
-            task.y[task.out_row[c] * task.ldy + n] = hsum8(lanes);
+            const __m128 pairs = pair_sums<WType>(acc[0][c], acc[0][c]);
+            task.y[task.out_row[c] * task.ldy + n] = _mm_cvtss_f32(_mm_hadd_ps(pairs, pairs));
         }
     }
 }
@@ -431,11 +486,10 @@ void tiles_times(const MatmulTask &task, const MatmulInput &input, const Tile *t
 template <int WType, int T>
 void tiles_times_all(const MatmulTask &task, const MatmulInput &input, const Tile *tile, int *offset, int first,
                      int rows) {
-    int c = 0;
-    for (; c + kTileInputs <= task.count; c += kTileInputs)
-        tiles_times<WType, T, kTileInputs>(task, input, tile, offset, first, rows, c);
-    if (task.count - c == 2) tiles_times<WType, T, 2>(task, input, tile, offset, first, rows, c);
-    if (task.count - c == 1) tiles_times<WType, T, 1>(task, input, tile, offset, first, rows, c);
+    int c = 0;  // threes, then at most two twos: there are at least kRowFormInputs + 1 inputs
+    for (; task.count - c == 3 || task.count - c > 4; c += 3)
+        tiles_times<WType, T, 3>(task, input, tile, offset, first, rows, c);
+    for (; c < task.count; c += 2) tiles_times<WType, T, 2>(task, input, tile, offset, first, rows, c);
 }
 
 template <int WType>
@@ -467,7 +521,6 @@ void run_quantised(const MatmulTask &task, const MatmulInput &input, char *works
         case 1: return rows_quantised<WType, 1>(task, input, workspace);
         case 2: return rows_quantised<WType, 2>(task, input, workspace);
         case 3: return rows_quantised<WType, 3>(task, input, workspace);
-        case 4: return rows_quantised<WType, 4>(task, input, workspace);
         default: return run_tiles<WType>(task, input, workspace);
     }
 }
@@ -485,7 +538,7 @@ size_t workspace_avx2(int k, int count) {
     const size_t groups = k / 32;
     const size_t arranged = std::min(count, kRowFormInputs) * ((groups + 7) / 8) * sizeof(InputBlock);
     const size_t tile = 16 * static_cast<size_t>(k) + 64 * groups + kTileInputs * groups * sizeof(int);
-    return round_up(count > 1 ? std::max(arranged, tile) : arranged, 64);
+    return round_up(count > kRowFormInputs ? std::max(arranged, tile) : arranged, 64);
 }
 
 }  // namespace

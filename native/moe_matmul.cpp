@@ -39,9 +39,7 @@ void run_moe_matmul(const MoeMatmulArgs &args, const MatmulForm &form, ThreadCon
 
     int experts = 0;  // that were chosen
     for (int e = 0; e < args.E; e++) experts += start[e + 1] > start[e];
-    const int64_t tasks = static_cast<int64_t>(context.count) * (context.count == 1 ? 1 : 8);
-    const int64_t even = std::max<int64_t>((ldy * experts + tasks - 1) / tasks, 8);
-    const int step = static_cast<int>(round_up(std::min<int64_t>(even, args.M == 1 ? 4096 : 64), 8));
+    const int step = rows_per_task(ldy * experts, context.count, pairs / std::max(experts, 1));
 
     const MatmulInput input = {args.x, args.xq, args.xd, args.gsum};
     int64_t chunk = context.next_chunk(), first_chunk = 0;
