@@ -28,8 +28,8 @@ DEVICE float warp_sum_f32(float v) {
     return v;
 }
 
-// Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32 where a8
-// is wanted.
+// Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32
+// where a8 is wanted.
 struct NormShared {
     float *terms;    // f32[max(d/8 + d%8, 32), rounded up to 4]: block sums, then the tail's squares
     float *r;        // f32[4]
@@ -40,7 +40,8 @@ struct NormShared {
 };
 
 DEVICE NormShared norm_shared(unsigned char *base, int d) {
-    const int sums = d / 8 + d % 8, terms = sums < 32 ? 32 : (sums + 3) / 4 * 4, row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
+    const int sums = d / 8 + d % 8, terms = sums < 32 ? 32 : (sums + 3) / 4 * 4;
+    const int row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
     NormShared sh;
     sh.terms = (float *)base;
     sh.r = sh.terms + terms;
@@ -86,8 +87,8 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
     __syncthreads();
 }
 
-// One group of 32: v[i] is element 4 * part + i of lane part = lane % 8. Returns the packed codes of this lane; all lanes of the
-// warp call it.
+// One group of 32: v[i] is element 4 * part + i of lane part = lane % 8. Returns the packed codes of this lane; all
+// lanes of the warp call it.
 DEVICE unsigned a8_group(const float *v, float *d, int *gsum) {
     unsigned amax = 0;
 #pragma unroll
@@ -111,8 +112,8 @@ DEVICE unsigned a8_group(const float *v, float *d, int *gsum) {
     return packed;
 }
 
-// a8 of `groups` groups of x, f32[32 * groups] in shared memory, by the whole block into q, d, gsum (shared or global). No
-// barrier at the end.
+// a8 of `groups` groups of x, f32[32 * groups] in shared memory, by the whole block into q, d, gsum (shared or
+// global). No barrier at the end.
 DEVICE void block_a8(const float *x, int groups, signed char *q, float *d, int *gsum) {
     const int part = lane_id() % 8;
     // Whole warps go round together, so that the shuffles see all lanes.

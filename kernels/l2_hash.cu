@@ -1,10 +1,10 @@
 // FNV-1a 64 of rows of bytes in parallel, with the serial value; contract section 12.
 //
-// h' = (h ^ b) * P mod 2^64 looks serial, but its low byte is a T-function: bit j of the product depends on bits <= j only, and
-// because P is odd, bit j of the state is (bit j before) xor (bit j of b) xor (a function of lower bits). So the low byte
-// at the start of every segment follows from eight prefix XORs, one per bit. With the low bytes s known,
-// h ^ b = h + d for the small number d = (s ^ b) - s, and the rest is the linear recurrence h' = (h + d) * P, whose
-// segments combine as (left, right) -> left * P^length(right) + right.
+// h' = (h ^ b) * P mod 2^64 looks serial, but its low byte is a T-function: bit j of the product depends on bits <= j
+// only, and because P is odd, bit j of the state is (bit j before) xor (bit j of b) xor (a function of lower bits).
+// So the low byte at the start of every segment follows from eight prefix XORs, one per bit. With the low bytes s
+// known, h ^ b = h + d for the small number d = (s ^ b) - s, and the rest is the linear recurrence h' = (h + d) * P,
+// whose segments combine as (left, right) -> left * P^length(right) + right.
 //
 // Each thread walks two half segments at once, in the 16-bit halves of a register: (s ^ b) * 0xb3 fits 16 bits.
 #include "port.cuh"

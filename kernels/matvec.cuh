@@ -1,6 +1,6 @@
-// One weight row times MT input rows in the contract's order (section 3), by eight threads: thread l owns lane l, that is groups
-// l, l+8, l+16, ... (bf16: elements l, l+8, ...), so every chain of the contract is one thread's own. Eight neighbouring
-// threads read 128 contiguous bytes of codes at a time, and each keeps several loads in flight.
+// One weight row times MT input rows in the contract's order (section 3), by eight threads: thread l owns lane l,
+// that is groups l, l+8, l+16, ... (bf16: elements l, l+8, ...), so every chain of the contract is one thread's own.
+// Eight neighbouring threads read 128 contiguous bytes of codes at a time, and each keeps several loads in flight.
 #pragma once
 
 #include "port.cuh"
@@ -117,8 +117,8 @@ DEVICE void row_bf16(const unsigned short *w, int length, const InputRows<MT> &i
     }
 }
 
-// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before). DEEP keeps more loads
-// in flight for more registers.
+// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before). DEEP keeps more
+// loads in flight for more registers.
 template <int MT, bool DEEP = true>
 DEVICE void weight_row(const Weight &w, long long n, const InputRows<MT> &in, int lane, float *acc) {
     const int groups = w.k / 32;

@@ -35,6 +35,15 @@ DEVICE float half_to_float(unsigned short h) {
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
 
+// D += A B over int8, exact: A 16x32 by rows, B 32x8 by columns. Lane 4g+c holds of A the words (row g, column word c),
+// (g+8, c), (g, c+4), (g+8, c+4), of B the words (c, column g), (c+4, g), of D rows g and g+8, columns 2c and 2c+1.
+DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Copies 16 bytes from global to shared memory; visible after copy_wait_all and a barrier.
 DEVICE void copy_async_16(void *shared, const void *global) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
@@ -59,6 +68,7 @@ DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
 DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
+DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(SIMT_SITE, d, a, b); }
 // As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }

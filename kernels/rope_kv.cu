@@ -1,8 +1,8 @@
 // RoPE and the KV cache, contract sections 5 and 6.
 #include "forms.cuh"
 
-// Grid (head slices, M). A block computes its row's angles once, then turns heads blockIdx.x, blockIdx.x + gridDim.x, ...
-// Dynamic shared: f32[hd], cos then sin. Also k_rope_fast.
+// Grid (head slices, M). A block computes its row's angles once, then turns heads blockIdx.x, blockIdx.x + gridDim.x,
+// ... Dynamic shared: f32[hd], cos then sin. Also k_rope_fast.
 KERNEL void FORM(k_rope)(const RopeArgs a) {
     DYNAMIC_SHARED(shared);
     const int half = a.hd / 2, m = blockIdx.y;

@@ -1,6 +1,6 @@
-// Stages of a decode step (M = 1): ops of one layer joined into one launch, because between short launches a GPU waits. The
-// arithmetic is that of the single ops, from the same device functions. Each stage asks for its weights before it waits
-// for anything else. Each kernel exists in both forms: k_x and k_x_fast.
+// Stages of a decode step (M = 1): ops of one layer joined into one launch, because between short launches a GPU
+// waits. The arithmetic is that of the single ops, from the same device functions. Each stage asks for its weights
+// before it waits for anything else. Each kernel exists in both forms: k_x and k_x_fast.
 #include "block_norm.cuh"
 #include "router.cuh"
 #include "stage_args.h"
@@ -168,8 +168,8 @@ KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
     block_router_topk(a.topk, 0, (float *)shared);
 }
 
-// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. A warp takes R gate rows and the
-// matching up rows at a time. With ids null (a dense FFN) the matrices are taken as they are.
+// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. A warp takes R
+// gate rows and the matching up rows at a time. With ids null (a dense FFN) the matrices are taken as they are.
 template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
     const int F = a.swiglu.F, t = blockIdx.y, lane = lane_id();
     const long long expert = a.mm.ids != nullptr ? a.mm.ids[t] : 0;
@@ -214,8 +214,8 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u4)(const GateUpArgs a) {
     gate_up<4, 1>(a, h);
 }
 
-// A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and added to x.
-// Dynamic shared: f32[warps, T].
+// A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and
+// added to x. Dynamic shared: f32[warps, T].
 KERNEL LAUNCH_BOUNDS(256) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;

@@ -1,8 +1,8 @@
-// One weight row by a whole warp, in the contract's order (section 3), for a single input row. The 8-lane order makes only
-// the fma chain of each lane serial; dots and scales of its terms are free. So the warp's four slots of eight threads
-// split the row's steps (a step is eight groups): slot q computes the terms of steps q*U .. q*U+U-1, then the eight
-// running sums are handed from slot to slot, each adding its U terms. Four times the threads of matvec.cuh for the
-// same bytes: shorter loads per thread and a shorter tail.
+// One weight row by a whole warp, in the contract's order (section 3), for a single input row. The 8-lane order makes
+// only the fma chain of each lane serial; dots and scales of its terms are free. So the warp's four slots of eight
+// threads split the row's steps (a step is eight groups): slot q computes the terms of steps q*U .. q*U+U-1, then the
+// eight running sums are handed from slot to slot, each adding its U terms. Four times the threads of matvec.cuh for
+// the same bytes: shorter loads per thread and a shorter tail.
 #pragma once
 
 #include "matvec.cuh"
@@ -72,8 +72,8 @@ template <int U, int R> struct WarpRowsQ4 {
     }
 };
 
-// y[r] of up to R neighbouring rows of one matrix, first row n; valid in lanes 0..7. Loads may be started ahead: begin() once,
-// then finish().
+// y[r] of up to R neighbouring rows of one matrix, first row n; valid in lanes 0..7. Loads may be started ahead:
+// begin() once, then finish().
 template <int U, int R> struct WarpRows {
     WarpRowsQ4<U, R> q4;
 

@@ -40,8 +40,8 @@ class Tuning:
     rope_threads: int = 128
     kv_warps: int = 4
     attention_heads: int = 8  # query heads of a block, at most
-    attention_slots: int = 16  # blocks that share the chunks of one row, at most
-    attention_threads: int = 288
+    attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
+    attention_threads: int = 160
     router_threads: int = 128
     argmax_threads: int = 1024
     stage_warps: int = 8  # of the stages that begin with a norm
@@ -191,11 +191,11 @@ def attention_geometry(a: Any, t: Tuning) -> tuple[Dim3, int, int]:
     slices = _ceil(per_kv, min(per_kv, t.attention_heads))
     heads = _ceil(per_kv, slices)
     slots = t.attention_slots if a.M <= SPLIT_ROWS and a.work else 1
-    if slots > 1 and a.M * a.nkv * slices >= ATTENTION_COUNTERS:
+    if slots > 1 and a.M * a.nh >= ATTENTION_COUNTERS:
         raise BackendError(
             f"attention over {a.M} rows of {a.nh} heads needs {ATTENTION_COUNTERS} counters or more"
         )
-    threads = min(t.attention_threads, _round_up(heads * (a.hd // 4 + 1), 32))
+    threads = t.attention_threads
     return (slots, a.nkv * slices, a.M), threads, heads
 
 

@@ -284,10 +284,7 @@ def _attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
     count = norms + 3
     if _names(ops[count:], "quantize_a8"):
         a8: Any = ops[count].args
-        per_kv = attn.nh // attn.nkv
-        starts = range(0, per_kv, heads)
-        whole = all((min(heads, per_kv - s) * attn.hd) % 32 == 0 for s in starts)
-        if a8.x == attn.out and a8.M == 1 and whole and per_kv * attn.hd % 32 == 0:
+        if a8.x == attn.out and a8.M == 1 and attn.hd % 32 == 0:
             args.a8, args.has_a8 = a8, 1
             count += 1
     args.normed = attn.work + 4 * ATTENTION_COUNTERS

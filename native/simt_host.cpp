@@ -229,6 +229,26 @@ int source_lane(const Warp &warp, int lane) {
     }
 }
 
+// The operands of all lanes, by the layout of mma.m16n8k32: see mma_s8 in kernels/port.cuh.
+void multiply(Warp &warp) {
+    const MmaOperands *lanes[32];
+    for (int l = 0; l < 32; l++) lanes[l] = reinterpret_cast<const MmaOperands *>(warp.value[l]);
+    const auto byte = [](unsigned word, int i) { return static_cast<int>(static_cast<signed char>(word >> (8 * i))); };
+    for (int row = 0; row < 16; row++) {
+        for (int column = 0; column < 8; column++) {
+            unsigned sum = 0;
+            for (int k = 0; k < 32; k++) {
+                const int word = k / 4, c = word % 4;
+                const unsigned a = lanes[4 * (row % 8) + c]->a[row / 8 + 2 * (word / 4)];
+                const unsigned b = lanes[4 * column + c]->b[word / 4];
+                sum += static_cast<unsigned>(byte(a, k % 4) * byte(b, k % 4));
+            }
+            int &d = lanes[4 * (row % 8) + column / 2]->d[2 * (row / 8) + column % 2];
+            d = static_cast<int>(static_cast<unsigned>(d) + sum);
+        }
+    }
+}
+
 // All lanes of `mask` have arrived: gives each its result.
 void complete(Warp &warp, unsigned mask, int lane) {
     uint64_t ballot = 0, max = 0, sum = 0;
@@ -237,13 +257,15 @@ void complete(Warp &warp, unsigned mask, int lane) {
         if (warp.mask[l] != mask || warp.kind[l] != warp.kind[lane] || !(warp.site[l] == warp.site[lane]))
             fail("divergent warp operation: " + name(*fibers[warp.lane_to_fiber[lane]]) + " at " + name(warp.site[lane]) +
                  " names lane " + std::to_string(l) + ", which is at " + name(warp.site[l]) + " or has another mask");
-        ballot |= warp.value[l] << l;
+        ballot |= (warp.value[l] & 1u) << l;
         max = std::max(max, warp.value[l]);
         sum += warp.value[l];
     }
+    if (warp.kind[lane] == Collective::mma_s8) multiply(warp);
     for (int l = 0; l < 32; l++) {
         if (!(mask >> l & 1u)) continue;
         switch (warp.kind[l]) {
+        case Collective::mma_s8:
         case Collective::sync: break;
         case Collective::ballot: warp.result[l] = ballot; break;
         case Collective::reduce_max: warp.result[l] = max; break;
@@ -290,6 +312,11 @@ uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t val
     else
         suspend(State::in_warp);
     return warp.result[lane];
+}
+
+void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b) {
+    const MmaOperands operands{d, a, b};
+    warp_collective(site, Collective::mma_s8, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
 }
 
 void copy_async(void *to, const void *from, size_t bytes) {

@@ -1,8 +1,8 @@
-// The CUDA execution model on one CPU thread, for tests: the kernels under kernels/ compile against this header with g++.
-// Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; blocks run one after
-// another. It checks what a GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is
-// written (poisoned with 0xff before each block). A seed shuffles the order of blocks and fibers, so that a
-// result that depends on the order moves. It shows no races within one instruction and no performance.
+// The CUDA execution model on one CPU thread, for tests: the kernels under kernels/ compile against this header with
+// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; blocks run one after
+// another. It checks what a GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read
+// before it is written (poisoned with 0xff before each block). A seed shuffles the order of blocks and fibers, so
+// that a result that depends on the order moves. It shows no races within one instruction and no performance.
 #pragma once
 
 #include <cmath>
@@ -61,11 +61,20 @@ struct Site {
     bool operator==(const Site &o) const { return file == o.file && line == o.line; }
 };
 
-enum class Collective : uint8_t { sync, shuffle_index, shuffle_up, shuffle_down, shuffle_xor, ballot, reduce_max, reduce_add };
+enum class Collective : uint8_t { sync, shuffle_index, shuffle_up, shuffle_down, shuffle_xor, ballot, reduce_max, reduce_add,
+                                mma_s8 };
 
 void block_barrier(Site site);
 // All lanes of `mask` meet; returns this lane's result. `arg` is the lane, delta or mask of a shuffle.
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width);
+
+// One warp's D += A B over int8 (16x8x32), registers as PTX's mma.m16n8k32 lays them out.
+struct MmaOperands {
+    int *d;             // i32[4]
+    const unsigned *a;  // 4 x s8[4]
+    const unsigned *b;  // 2 x s8[4]
+};
+void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b);
 
 void copy_async(void *to, const void *from, size_t bytes);
 void copy_wait_all();

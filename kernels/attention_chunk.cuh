@@ -1,0 +1,438 @@
+// The parts of attention over one chunk of 256 positions, and the merge of chunks; contract section 7. attention.cu
+// says how they fit together.
+#pragma once
+
+#include "block_norm.cuh"
+#include "stage_args.h"
+
+#define CHUNK 256
+#define ATTENTION_COUNTERS 4096  // u32 at the start of `work`: zero before and after every launch
+#define MINUS_INFINITY f32_from_bits(0xff800000u)
+
+// Shared memory of a block for `heads` query heads; kestrel/launch.py computes the same size.
+struct AttentionShared {
+    signed char *q8;  // i8[heads, hd]
+    signed char *v8;  // i8[CHUNK, hd]
+    float *s;         // f32[heads, CHUNK]: scores, then exponentials p; in the merge, factors a
+    float *max;       // f32[heads, CHUNK]: running maximum up to and with t
+    float *w;         // f32[heads, CHUNK]: p * vs; in the merge, factors b
+    float *c;         // f32[heads, CHUNK]: rescale factor, set where the maximum moved
+    unsigned *moved;  // u32[heads, 8]: bit t
+    float *run;       // f32[heads, hd]: merged acc
+    float *qs;        // f32[heads]
+    float *m;         // f32[heads]: merged maximum
+    float *l;         // f32[heads]: merged sum
+    float *a;         // f32[heads]: factors of the current merge
+    float *b;
+    // Of the stage only, whose block makes the queries and the new K and V row itself:
+    float *rows;       // f32[heads + 1, hd + 4]: q of each head and k, by steps raw, normed, turned
+    float *squares;    // f32[heads + 1, hd + 4]: squares, then r
+    float *angle;      // f32[hd]: cosines, sines
+    float *new_scale;  // f32[4]: ks and vs of the new row
+    signed char *new_row;  // i8[2, hd]: the new K and V row
+    unsigned *arrived;     // u32[4]
+};
+
+DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) {
+    AttentionShared sh;
+    sh.q8 = (signed char *)base;
+    sh.v8 = sh.q8 + heads * hd;
+    sh.s = (float *)(sh.v8 + CHUNK * hd);
+    sh.max = sh.s + heads * CHUNK;
+    sh.w = sh.max + heads * CHUNK;
+    sh.c = sh.w + heads * CHUNK;
+    sh.moved = (unsigned *)(sh.c + heads * CHUNK);
+    sh.run = (float *)(sh.moved + heads * 8);
+    sh.qs = sh.run + heads * hd;
+    sh.m = sh.qs + heads;
+    sh.l = sh.m + heads;
+    sh.a = sh.l + heads;
+    sh.b = sh.a + heads;
+    sh.arrived = (unsigned *)(sh.b + heads + (4 - 5 * heads % 4) % 4);  // 16-byte aligned
+    sh.new_scale = (float *)(sh.arrived + 4);
+    sh.rows = sh.new_scale + 4;
+    sh.squares = sh.rows + (heads + 1) * (hd + 4);
+    sh.angle = sh.squares + (heads + 1) * (hd + 4);
+    sh.new_row = (signed char *)(sh.angle + hd);
+    return sh;
+}
+
+// max[t] = running maximum of start, s[0], ..., s[t] by the contract's rule (s > m; false for NaN); one warp. count
+// <= CHUNK.
+DEVICE void warp_prefix_max(const float *s, float *max, int count, float start) {
+    const int lane = lane_id(), first = lane * (CHUNK / 32);
+    float own[CHUNK / 32];
+    float m = MINUS_INFINITY;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int t = first + i;
+        if (t < count && s[t] > m) m = s[t];
+        own[i] = m;
+    }
+    // Inclusive scan over lanes, then the maximum of all earlier lanes.
+    for (int step = 1; step < 32; step <<= 1) {
+        const float left = __shfl_up_sync(FULL_WARP, m, step);
+        if (lane >= step) m = m > left ? m : left;
+    }
+    const float scanned = __shfl_up_sync(FULL_WARP, m, 1);
+    float before = start;
+    if (lane > 0 && scanned > before) before = scanned;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int t = first + i;
+        if (t < count) max[t] = own[i] > before ? own[i] : before;
+    }
+}
+
+// One head row as the KV cache holds it: codes i8[hd] to q8, its scale returned. One warp.
+DEVICE float warp_quantize_row(const float *x, int hd, signed char *q8) {
+    const int lane = lane_id();
+    unsigned amax = 0;
+    for (int i = lane; i < hd; i += 32) {
+        const unsigned u = f32_bits(x[i]) & 0x7fffffffu;
+        amax = u > amax ? u : amax;
+    }
+    const A8Scale scale = a8_scale(group_max_u32(amax, 32));
+    for (int i = lane; i < hd; i += 32) q8[i] = (signed char)(scale.zero ? 0 : a8_code(x[i], scale.inv));
+    return scale.d;
+}
+
+// The queries of a block's heads; q: f32[heads, hd], rows `pitch` apart. A warp to a head.
+DEVICE void quantize_queries(const AttentionArgs &a, const AttentionShared &sh, const float *q, int pitch, int heads) {
+    for (int j = warp_id(); j < heads; j += warp_count()) {
+        const float d = warp_quantize_row(q + j * pitch, a.hd, sh.q8 + j * a.hd);
+        if (lane_id() == 0) sh.qs[j] = d * a.qscale;
+    }
+}
+
+// Of the stage: q of the block's heads, and with them the new K row when `with_new`, through norm and RoPE into
+// sh.rows; then the new K and V row quantised into sh.new_row. Row 0 of every op (M = 1). Taps are written by one
+// block each: q by `store_q`, k and the cache by `store_new`. Ends with a barrier.
+DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, int h0, int heads, int kv, bool with_new,
+                      bool store_q, bool store_new) {
+    const int hd = st.attn.hd, half = hd / 2, pitch = hd + 4, rows = heads + (with_new ? 1 : 0);
+    const float pos = (float)st.rope.pos[0];
+    for (int i = threadIdx.x; i < rows * hd; i += blockDim.x) {
+        const int j = i / hd, e = i % hd;
+        const float v = j < heads ? st.attn.q[(h0 + j) * hd + e] : st.kv.k[kv * hd + e];
+        sh.rows[j * pitch + e] = v;
+        sh.squares[j * pitch + e] = v * v;
+    }
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = pos * st.rope.inv_freq[i];
+        sh.angle[i] = cos_form(angle) * st.rope.factor;
+        sh.angle[half + i] = sin_form(angle) * st.rope.factor;
+    }
+    __syncthreads();
+#if KESTREL_FAST
+    for (int j = warp_id(); st.has_norm && j < rows; j += warp_count()) {
+        float *const squares = sh.squares + j * pitch;
+        float ss = 0.0f;
+        for (int i = lane_id(); i < hd; i += 32) ss += squares[i];
+        ss = warp_sum_f32(ss);
+        if (lane_id() == 0) squares[hd] = inverse_sqrt(ss / (float)hd + (j < heads ? st.q_norm.eps : st.k_norm.eps));
+    }
+#else
+    if (st.has_norm && (int)threadIdx.x < rows) {  // the chains of all heads side by side
+        float *const squares = sh.squares + threadIdx.x * pitch;
+        const float ss = ordered_sum(squares, hd, 0.0f);
+        const float eps = (int)threadIdx.x < heads ? st.q_norm.eps : st.k_norm.eps;
+        squares[hd] = inverse_sqrt(ss / (float)hd + eps);
+    }
+#endif
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * half; i += blockDim.x) {
+        const int j = i / half, e = i % half;
+        const bool is_q = j < heads, store = is_q ? store_q : store_new;
+        const long long tap = (long long)(is_q ? h0 + j : st.attn.nh + kv) * hd;  // in normed and roped
+        float x0 = sh.rows[j * pitch + e], x1 = sh.rows[j * pitch + e + half];
+        if (st.has_norm) {
+            const float r = sh.squares[j * pitch + hd];
+            const float *const w = is_q ? st.q_norm.w : st.k_norm.w;  // f32[hd]
+            x0 = (x0 * r) * w[e];
+            x1 = (x1 * r) * w[e + half];
+            if (store) {
+                st.normed[tap + e] = x0;
+                st.normed[tap + e + half] = x1;
+            }
+        }
+        const float c = sh.angle[e], s = sh.angle[half + e];
+        const float y0 = x0 * c - x1 * s, y1 = x1 * c + x0 * s;
+        sh.rows[j * pitch + e] = y0;
+        sh.rows[j * pitch + e + half] = y1;
+        if (store) {
+            st.roped[tap + e] = y0;
+            st.roped[tap + e + half] = y1;
+        }
+    }
+    __syncthreads();
+    if (!with_new) return;
+    for (int i = warp_id(); i < 2; i += warp_count()) {  // 0: K, 1: V
+        const float *const x = i == 0 ? sh.rows + heads * pitch : st.kv.v + kv * hd;  // f32[hd]
+        signed char *const row = sh.new_row + i * hd;
+        const float d = warp_quantize_row(x, hd, row);
+        if (lane_id() == 0) sh.new_scale[i] = d;
+        __syncwarp();
+        if (store_new) {
+            const long long slot = ((long long)st.kv.base[0] + st.kv.pos[0]) * st.kv.nkv + kv;
+            for (int e = lane_id(); e < hd; e += 32) (i == 0 ? st.kv.kq : st.kv.vq)[slot * hd + e] = row[e];
+            if (lane_id() == 0) (i == 0 ? st.kv.ks : st.kv.vs)[slot] = d;
+        }
+    }
+    __syncthreads();
+}
+
+// This thread's share of a row of hd int8: every fourth word, or of rows of 64 bytes every fourth 16-byte unit. Which
+// elements they are does not matter to a dot, as long as both factors agree.
+DEVICE void row_words(const signed char *row, int hd, int part, unsigned *words) {
+    if (hd % 64 == 0) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (64 * j < hd) {
+                const uint4 v = ((const uint4 *)row)[part + 4 * j];
+                words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < 16; j++)
+            if (16 * j < hd) words[j] = ((const unsigned *)row)[part + 4 * j];
+    }
+}
+
+// s[j][t] for the positions of a chunk: a warp multiplies 16 K rows with up to eight queries at a time, in int8.
+// Position t_new, if in the chunk, is read from sh.new_row.
+DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                         int t_new) {
+    const int group = lane_id() / 4, part = lane_id() % 4;
+    for (int t0 = 16 * warp_id(); t0 < count; t0 += 16 * warp_count()) {
+        unsigned k8[2][16] = {};  // rows t0 + group and t0 + group + 8
+        float ks[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = t0 + group + 8 * i < count ? t0 + group + 8 * i : count - 1;
+            const long long row = (slot0 + t) * a.nkv + kv;
+            row_words(t == t_new ? sh.new_row : a.kq + row * a.hd, a.hd, part, k8[i]);
+            ks[i] = t == t_new ? sh.new_scale[0] : a.ks[row];
+        }
+        for (int j0 = 0; j0 < heads; j0 += 8) {
+            unsigned q8[16] = {};  // of head j0 + group
+            if (j0 + group < heads) row_words(sh.q8 + (j0 + group) * a.hd, a.hd, part, q8);
+            int dots[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int step = 0; step < 8; step++) {
+                if (32 * step < a.hd) {
+                    const unsigned ka[4] = {k8[0][2 * step], k8[1][2 * step], k8[0][2 * step + 1], k8[1][2 * step + 1]};
+                    mma_s8(dots, ka, q8 + 2 * step);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int j = j0 + 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
+                if (j < heads && t < count) sh.s[j * CHUNK + t] = (float)dots[i] * (sh.qs[j] * ks[i / 2]);
+            }
+        }
+    }
+}
+
+#if KESTREL_FAST
+
+// Scores to weights of one chunk by its overall maximum; the sum of exponentials in c[0], the maximum in max[count -
+// 1]. A warp to a head.
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                          int t_new) {
+    const int lane = lane_id();
+    for (int j = warp_id(); j < heads; j += warp_count()) {
+        float *const s = sh.s + j * CHUNK, *const w = sh.w + j * CHUNK;
+        float m = MINUS_INFINITY, l = 0.0f;
+        for (int t = lane; t < count; t += 32) m = fmaxf(m, s[t]);
+        for (int step = 16; step > 0; step >>= 1) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, step));
+        for (int t = lane; t < count; t += 32) {
+            const float p = exp_form(s[t] - m);
+            l += p;
+            w[t] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
+        }
+        l = warp_sum_f32(l);
+        if (lane < CHUNK / 32) sh.moved[j * (CHUNK / 32) + lane] = 0u;
+        if (lane == 0) {
+            sh.c[j * CHUNK] = l;
+            sh.max[j * CHUNK + count - 1] = m;
+        }
+    }
+}
+
+DEVICE float chunk_sum(const float *, const float *c, const unsigned *, int) { return c[0]; }
+
+#else
+
+// From scores and running maxima: p (over s), w, c and the bits of `moved`. Ends without a barrier.
+DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count,
+                               int heads, int t_new) {
+    for (int i = threadIdx.x; i < heads * CHUNK; i += blockDim.x) {  // CHUNK is a multiple of 32: a warp stays in one head
+        const int t = i % CHUNK;
+        bool moved = false;
+        if (t < count) {
+            const float s = sh.s[i], m = sh.max[i];
+            const float m_before = t == 0 ? MINUS_INFINITY : sh.max[i - 1];
+            moved = s > m_before;
+            if (moved) sh.c[i] = exp_form(m_before - s);
+            const float p = exp_form(s - m);
+            sh.s[i] = p;
+            sh.w[i] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
+        }
+        const unsigned bits = __ballot_sync(FULL_WARP, moved);
+        if (lane_id() == 0) sh.moved[i / 32] = bits;
+    }
+}
+
+// The sum of exponentials of one head over a chunk. Loads run ahead of the chain by 16 positions.
+DEVICE float chunk_sum(const float *p, const float *c, const unsigned *moved, int count) {
+    float l = 0.0f;
+    for (int t0 = 0; t0 < count; t0 += 16) {
+        const unsigned bits = moved[t0 / 32] >> (t0 % 32) & 0xffffu;
+        if (bits == 0 && t0 + 16 <= count) {
+            l = ordered_sum(p + t0, 16, l);
+        } else {
+            for (int i = 0; i < 16 && t0 + i < count; i++) {
+                if (bits >> i & 1u) l *= c[t0 + i];
+                l += p[t0 + i];
+            }
+        }
+    }
+    return l;
+}
+
+// Scores to weights of one chunk.
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
+                          int t_new) {
+    for (int j = warp_id(); j < heads; j += warp_count())
+        warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
+    __syncthreads();
+    chunk_exponentials(a, sh, slot0, kv, count, heads, t_new);
+}
+
+#endif
+
+// DIMS neighbouring elements of V at one position, as floats.
+template <int DIMS> DEVICE void value_floats(const signed char *v, float *x) {
+    const int raw = DIMS == 4 ? *(const int *)v : (int)*(const unsigned short *)v;
+#pragma unroll
+    for (int d = 0; d < DIMS; d++) x[d] = (float)(signed char)(raw >> (8 * d));
+}
+
+// acc of DIMS neighbouring elements of HPT neighbouring heads over a chunk: the heads share the conversion of V to
+// float. v: the elements at position 0, rows `pitch` apart; w, c, moved: of the first head. Positions go by eight,
+// whose loads are in flight together unless a maximum moves there.
+template <int DIMS, int HPT>
+DEVICE void chunk_values(const signed char *v, int pitch, const float *w, const float *c, const unsigned *moved, int count,
+                         float (*acc)[DIMS]) {
+#pragma unroll
+    for (int h = 0; h < HPT; h++) {
+#pragma unroll
+        for (int d = 0; d < DIMS; d++) acc[h][d] = 0.0f;
+    }
+    for (int t0 = 0; t0 < count; t0 += 8) {
+        unsigned bits[HPT], any = 0;
+#pragma unroll
+        for (int h = 0; h < HPT; h++) {
+            bits[h] = moved[h * (CHUNK / 32) + t0 / 32] >> (t0 % 32) & 0xffu;
+            any |= bits[h];
+        }
+        if (any == 0 && t0 + 8 <= count) {
+            float x[8][DIMS];
+#pragma unroll
+            for (int i = 0; i < 8; i++) value_floats<DIMS>(v + (t0 + i) * pitch, x[i]);
+#pragma unroll
+            for (int h = 0; h < HPT; h++) {
+                const float4 lo = *(const float4 *)(w + h * CHUNK + t0), hi = *(const float4 *)(w + h * CHUNK + t0 + 4);
+                const float weight[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+#pragma unroll
+                    for (int d = 0; d < DIMS; d++) acc[h][d] = fma_f32(weight[i], x[i][d], acc[h][d]);
+                }
+            }
+        } else {
+            for (int i = 0; i < 8 && t0 + i < count; i++) {
+                float x[DIMS];
+                value_floats<DIMS>(v + (t0 + i) * pitch, x);
+#pragma unroll
+                for (int h = 0; h < HPT; h++) {
+                    const float weight = w[h * CHUNK + t0 + i];
+                    const float f = bits[h] >> i & 1u ? c[h * CHUNK + t0 + i] : 1.0f;
+#pragma unroll
+                    for (int d = 0; d < DIMS; d++) {
+                        if (bits[h] >> i & 1u) acc[h][d] *= f;
+                        acc[h][d] = fma_f32(weight, x[d], acc[h][d]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// One merge step of the contract: (l' or acc' of the right, times b) + (left times a).
+DEVICE float merge_one(float left, float right, float factor_left, float factor_right) {
+    return fma_f32(right, factor_right, left * factor_left);
+}
+DEVICE float4 merge_four(float4 left, float4 right, float a, float b) {
+    return make_float4(merge_one(left.x, right.x, a, b), merge_one(left.y, right.y, a, b),
+                       merge_one(left.z, right.z, a, b), merge_one(left.w, right.w, a, b));
+}
+
+// Partial state of one chunk, row and head in `work`: acc f32[hd], m, l, two unused. Chunk-major, so that the layout
+// does not depend on the context's capacity. Before the states lie the rows that a stage stores for taps.
+DEVICE float *partial_state(const AttentionArgs &a, int chunk, int m, int h) {
+    float *const states = (float *)((unsigned *)a.work + ATTENTION_COUNTERS) + 4ll * a.nh * a.hd;
+    return states + (((long long)chunk * a.M + m) * a.nh + h) * (a.hd + 4);
+}
+
+// Merges the partial states of a row's chunks, left to right, into run and l.
+DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, int m, int h0, int heads, int chunks) {
+    const int quads = a.hd / 4;
+    for (int c0 = 0; c0 < chunks; c0 += CHUNK) {
+        const int count = chunks - c0 < CHUNK ? chunks - c0 : CHUNK;
+        // Running maxima and the factors of every step, a warp to a head.
+        for (int j = warp_id(); j < heads; j += warp_count()) {
+            for (int c = lane_id(); c < count; c += 32) sh.s[j * CHUNK + c] = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd);
+            __syncwarp();
+            const float before = c0 == 0 ? MINUS_INFINITY : sh.m[j];
+            warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, before);
+            __syncwarp();
+            for (int c = lane_id(); c < count; c += 32) {
+                const float right = sh.s[j * CHUNK + c], merged = sh.max[j * CHUNK + c];
+                const float left = c == 0 ? before : sh.max[j * CHUNK + c - 1];
+                sh.c[j * CHUNK + c] = exp_form(left - merged);
+                sh.w[j * CHUNK + c] = exp_form(right - merged);
+            }
+            __syncwarp();
+            if (lane_id() == 0) sh.m[j] = sh.max[j * CHUNK + count - 1];
+        }
+        __syncthreads();
+        for (int item = threadIdx.x; item < heads * quads + heads; item += blockDim.x) {
+            const bool is_sum = item >= heads * quads;
+            const int j = is_sum ? item - heads * quads : item / quads;
+            const float *const fa = sh.c + j * CHUNK, *const fb = sh.w + j * CHUNK;
+            if (is_sum) {
+                float l = sh.l[j];
+                for (int c = 0; c < count; c++) {
+                    const float right = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd + 1);
+                    l = c0 + c == 0 ? right : merge_one(l, right, fa[c], fb[c]);
+                }
+                sh.l[j] = l;
+            } else {
+                const int at = 4 * (item % quads);
+                float4 *const run = (float4 *)(sh.run + j * a.hd + at);
+                float4 acc = *run;
+#pragma unroll 4
+                for (int c = 0; c < count; c++) {
+                    const float4 right = load_l2((const float4 *)(partial_state(a, c0 + c, m, h0 + j) + at));
+                    acc = c0 + c == 0 ? right : merge_four(acc, right, fa[c], fb[c]);
+                }
+                *run = acc;
+            }
+        }
+        __syncthreads();
+    }
+}
+
