@@ -114,7 +114,7 @@ def test_search_never_has_the_larger_error(scale: Q4Scale) -> None:
     assert sum(errors[scale]) < sum(errors["plain"]) * Fraction(98, 100)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(x=hnp.arrays(np.float32, (2, 64), elements=FINITE), scale=st.sampled_from(Q4_SCALES))
 def test_q4local_error_is_bounded(x: np.ndarray, scale: Q4Scale) -> None:
     """Every value is within one step of its weight, or clipped: 7 steps of 0.85 amax/8 are 0.744 amax."""
@@ -122,10 +122,12 @@ def test_q4local_error_is_bounded(x: np.ndarray, scale: Q4Scale) -> None:
     values = dequantize_rows(WType.q4local, codes, scales).reshape(x.shape)
     step = np.abs(scales.view(np.float16).astype(np.float64)).repeat(32, axis=1)
     amax = np.abs(x.reshape(2, 2, 32)).max(-1).astype(np.float64).repeat(32, axis=1)
-    assert (np.abs(values - x.astype(np.float64)) <= np.maximum(1.001 * step + 1e-7, 0.26 * amax)).all()
+    subnormal = 8 * 2.0**-25  # 8 steps of a scale that f16 rounds by half its smallest number
+    bound = np.maximum(1.001 * step, 0.26 * amax) + subnormal
+    assert (np.abs(values - x.astype(np.float64)) <= bound).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(x=hnp.arrays(np.float32, (2, 64), elements=FINITE))
 def test_q8local_error_is_half_a_step(x: np.ndarray) -> None:
     codes, scales = to_q8local(x)
