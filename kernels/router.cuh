@@ -3,10 +3,10 @@
 
 #include "forms.cuh"
 
-// Whether expert i (logit a) ranks before expert j (logit b): larger logit, then lower index; NaN below everything.
+// Whether expert i (logit a) ranks before expert j (logit b): larger logit, then lower index; NaN above everything.
 DEVICE bool ranks_before(float a, int i, float b, int j) {
     const bool a_nan = a != a, b_nan = b != b;
-    if (a_nan != b_nan) return b_nan;
+    if (a_nan != b_nan) return a_nan;
     if (!a_nan && a != b) return a > b;
     return i < j;
 }
@@ -21,10 +21,14 @@ DEVICE void block_router_topk(const RouterTopkArgs &a, int m, float *shared) {
     float *const lanes = p + a.T;
     for (int e = threadIdx.x; e < a.E; e += blockDim.x) logits[e] = load_l2(a.logits + (long long)m * a.E + e);
     __syncthreads();
+    bool finite = true;  // of every logit; T <= E, so each thread that stores a weight has looked
     for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
         const float mine = logits[e];
         int rank = 0;
-        for (int j = 0; j < a.E; j++) rank += ranks_before(logits[j], j, mine, e) ? 1 : 0;
+        for (int j = 0; j < a.E; j++) {
+            rank += ranks_before(logits[j], j, mine, e) ? 1 : 0;
+            finite = finite && (f32_bits(logits[j]) & 0x7f800000u) != 0x7f800000u;
+        }
         if (rank < a.T) ids[rank] = e;
     }
     __syncthreads();
@@ -48,7 +52,7 @@ DEVICE void block_router_topk(const RouterTopkArgs &a, int m, float *shared) {
     const float denominator = a.norm_topk_prob ? lanes[0] : hsum8(lanes);
     for (int t = threadIdx.x; t < a.T; t += blockDim.x) {
         a.ids[(long long)m * a.T + t] = ids[t];
-        a.weights[(long long)m * a.T + t] = p[t] / denominator;
+        a.weights[(long long)m * a.T + t] = finite ? p[t] / denominator : f32_from_bits(0x7fc00000u);
     }
     __syncthreads();
 }

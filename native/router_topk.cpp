@@ -5,10 +5,10 @@
 namespace kestrel {
 namespace {
 
-// Order of the router: logit descending, then index ascending; NaN below everything.
+// Order of the router: logit descending, then index ascending; NaN above everything.
 bool ranks_before(float a, int ia, float b, int ib) {
     const bool a_nan = a != a, b_nan = b != b;
-    if (a_nan != b_nan) return b_nan;
+    if (a_nan != b_nan) return a_nan;
     if (!a_nan && a != b) return a > b;
     return ia < ib;
 }
@@ -35,7 +35,9 @@ void route(const float *r, int E, int T, bool norm_topk_prob, int *ids, float *w
         for (int i = 0; i < E; i++) lanes[i % 8] += expf_ucrt(r[i] - r_max);
         sum = hsum8(lanes);
     }
-    for (int rank = 0; rank < T; rank++) w[rank] = w[rank] / sum;
+    bool finite = true;  // of every logit: one that is not would otherwise only take its expert out of the model
+    for (int i = 0; i < E; i++) finite = finite && (f32_bits(r[i]) & 0x7f800000u) != 0x7f800000u;
+    for (int rank = 0; rank < T; rank++) w[rank] = finite ? w[rank] / sum : f32_from_bits(0x7fc00000u);
 }
 
 }  // namespace

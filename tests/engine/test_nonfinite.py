@@ -121,8 +121,10 @@ def test_positions_come_before_layers() -> None:
         assert (caught.value.position, caught.value.layer, caught.value.op) == (1, 2, "moe_matmul")
 
 
-def test_a_damaged_router_is_found() -> None:
-    run = engine(damaged(tiny_weights("qwen3_moe"), "layers.2.router", 4, "inf"), "qwen3_moe")
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_a_damaged_router_is_found(value: str) -> None:
+    """Also where the logit would only keep its expert from being chosen."""
+    run = engine(damaged(tiny_weights("qwen3_moe"), "layers.2.router", 4, value), "qwen3_moe")
     with pytest.raises(NonFiniteError) as caught:
         list(run.generate(PROMPT, PARAMS))
     assert (caught.value.position, caught.value.layer, caught.value.op) == (0, 2, "matmul")

@@ -126,7 +126,7 @@ def router_topk(logits: F32, k: int, norm_topk_prob: bool) -> tuple[I32, F32]:
     ids = np.empty((len(logits), k), np.int32)
     weights = np.empty((len(logits), k), np.float32)
     for row, r in enumerate(logits):
-        order = sorted(range(len(r)), key=lambda i: (bool(np.isnan(r[i])), 0 if np.isnan(r[i]) else -r[i], i))
+        order = sorted(range(len(r)), key=lambda i: (not np.isnan(r[i]), 0 if np.isnan(r[i]) else -r[i], i))
         ids[row] = order[:k]
         p = exp(r[ids[row]] - r[ids[row, 0]])
         if norm_topk_prob:
@@ -139,7 +139,7 @@ def router_topk(logits: F32, k: int, norm_topk_prob: bool) -> tuple[I32, F32]:
             for i in range(len(r)):
                 lanes[i % 8] += every[i]
             total = hsum8(lanes)
-        weights[row] = p / total
+        weights[row] = p / total if np.isfinite(r).all() else np.float32(np.nan)
     return ids, weights
 
 
