@@ -29,6 +29,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
+    def reach(self, max_position: int) -> int:
+        """Positions the model can use: yarn stretches its original context, whatever the config's limit."""
+        if self.type != "yarn" or self.original_max_position is None:
+            return max_position
+        return max(max_position, int(self.original_max_position * self.factor))
+
 
 @dataclass(frozen=True)
 class MoeConfig:

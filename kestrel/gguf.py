@@ -315,6 +315,7 @@ def _config(
             f"{m.architecture}.expert_count {experts}: experts are not supported in this architecture"
         )
     max_position = m.integer("context_length", required=True)
+    rope = _rope(m, max_position, faults)
     generation = json.loads(side_files.get("generation_config.json", b"{}"))
     eos = m.tokenizer_id("eos_token_id")
     eos_ids = [*([] if eos is None else [eos]), *(token_ids(generation.get("eos_token_id")) or ())]
@@ -328,8 +329,8 @@ def _config(
         head_dim=head_dim,
         intermediate_size=m.integer("feed_forward_length", 0 if moe else 1, required=moe is None),
         rms_norm_eps=m.number("attention.layer_norm_rms_epsilon", 1e-6, required=True),
-        max_position=max_position,
-        rope=_rope(m, max_position, faults),
+        max_position=rope.reach(max_position),
+        rope=rope,
         tie_word_embeddings="output.weight" not in tensors,
         qk_norm=family != "llama",
         moe=moe,

@@ -248,6 +248,7 @@ class _Parser:
         head_dim = self._head_dim(architecture, hidden, heads, q_rows)
         max_position = self._int("max_position_embeddings", architecture.max_position)
         self._check_window(architecture, layers)
+        rope = self._rope(max_position)
         moe = self._moe(layers) if architecture.family == "qwen3_moe" else None
         needs_dense = moe is None or bool(moe.dense_layers)
         config = ModelConfig(
@@ -260,8 +261,8 @@ class _Parser:
             head_dim=head_dim,
             intermediate_size=self._int("intermediate_size", required=needs_dense),
             rms_norm_eps=self._float("rms_norm_eps", 1e-6),
-            max_position=max_position,
-            rope=self._rope(max_position),
+            max_position=rope.reach(max_position),
+            rope=rope,
             tie_word_embeddings=self._bool("tie_word_embeddings", False),
             qk_norm=architecture.family != "llama",
             moe=moe,

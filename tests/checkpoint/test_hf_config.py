@@ -231,6 +231,14 @@ def test_scaled_rope(style: int, name: str, fields: dict[str, Any], expected: Ro
         assert parse(DENSE, rope_theta=..., rope_parameters={**fields, "rope_theta": 1e6}).rope == expected
 
 
+def test_context_that_yarn_reaches() -> None:
+    """As Qwen3's model card says to extend it: the scaling alone is added, the limit is left as it was."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert parse(DENSE, max_position_embeddings=40960, rope_scaling=scaling).max_position == 131072
+    assert parse(DENSE, max_position_embeddings=200000, rope_scaling=scaling).max_position == 200000
+    assert parse(DENSE, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_position == 4096
+
+
 def test_original_context_beside_the_scaling_object_wins() -> None:
     assert (
         parse(DENSE, rope_scaling=YARN, original_max_position_embeddings=512).rope.original_max_position
