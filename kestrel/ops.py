@@ -130,7 +130,7 @@ def _matmul_bytes(a: Any) -> int:
     reads_f32 = any(w.wtype == WType.bf16 for w in parts)
     reads_a8 = any(w.wtype != WType.bf16 for w in parts)
     x = (4 * a.M * k if reads_f32 else 0) + (_a8_bytes(a.M, k) if reads_a8 else 0)
-    return sum(map(_weight_bytes, parts)) + x + 4 * a.M * sum(w.n for w in parts)
+    return int(sum(map(_weight_bytes, parts)) + x + 4 * a.M * sum(w.n for w in parts))
 
 
 def _moe_matmul_bytes(a: Any) -> int:
@@ -140,7 +140,7 @@ def _moe_matmul_bytes(a: Any) -> int:
     rows = a.M * a.T if a.per_slot else a.M
     x = 4 * rows * k if parts[0].wtype == WType.bf16 else _a8_bytes(rows, k)
     out = 4 * a.M * a.T * sum(w.n for w in parts)
-    return a.M * a.T * sum(map(_weight_bytes, parts)) + x + out
+    return int(a.M * a.T * sum(map(_weight_bytes, parts)) + x + out)
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ OPS: dict[str, OpSpec] = {
         OpSpec("matmul", "3", "k_matmul", MatmulArgs, _matmul_bytes),
         OpSpec("qk_norm", "4", "k_qk_norm_cpu", QkNormArgs, lambda a: 8 * a.M * a.heads * a.hd),
         OpSpec("rope", "5", "k_rope", RopeArgs, lambda a: 8 * a.M * a.heads * a.hd),
-        OpSpec(
-            "kv_append", "6", "k_kv_append", KvAppendArgs, lambda a: 2 * a.M * a.nkv * (5 * a.hd + 4)
-        ),
+        OpSpec("kv_append", "6", "k_kv_append", KvAppendArgs, lambda a: 2 * a.M * a.nkv * (5 * a.hd + 4)),
         OpSpec(
             "attention",
             "7",
