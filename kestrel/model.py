@@ -93,7 +93,7 @@ class Model:
         self._inv_freq = backend.upload(inv_freq(config))
         self._step = lru_cache(maxsize=32)(self._build_step)
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------------------
 
     def _bind(self, tensor: QuantTensor | npt.NDArray[np.float32]) -> BoundWeight | Buffer:
         if not isinstance(tensor, QuantTensor):
@@ -122,7 +122,7 @@ class Model:
         """Every activation buffer made so far."""
         return list(self._buffers.values())
 
-    # -- running -----------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------
 
     def step(self, rows: int, logit_rows: int, taps: TapLevel = "off") -> Step:
         """The compiled forward pass; cached, so that decoding compiles once."""
@@ -138,7 +138,7 @@ class Model:
         positions: npt.NDArray[np.int32],
         base: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the inputs of the next step: token ids, positions, and the first slot of each row's sequence."""
+        """Set the inputs of the next step: token ids, positions, first slot of each row's sequence."""
         if base is None:
             base = np.zeros_like(positions)
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size):
@@ -172,7 +172,7 @@ class Model:
         return self.backend.read(buffer, (rows, self.config.vocab_size))
 
     def argmax(self, rows: int) -> npt.NDArray[np.int32]:
-        """i32[rows]: the greedy choice for each logit row of the last step, -1 where a logit is not finite."""
+        """i32[rows]: the greedy choice for each logit row of the last step, -1 where one is not finite."""
         return self.backend.read(self.buffer("next", 1, np.int32, self.max_logit_rows), (rows,))
 
     def hashes(self, step: Step, rows: int) -> npt.NDArray[np.uint64]:
@@ -210,7 +210,7 @@ class _StepBuilder:
         if self.L:
             self._output(x)
 
-    # -- blocks ------------------------------------------------------------------------------------------------
+    # -- blocks --------------------------------------------------------------------------------------------
 
     def _attention(self, layer: int, x: Buffer) -> None:
         c, m = self.config, self.model
@@ -228,7 +228,7 @@ class _StepBuilder:
         self._tap("kraw", layer, qkv, c.kv_size, offset=k_at, width=ld)
         self._tap("vraw", layer, qkv, c.kv_size, offset=v_at, width=ld, extended=True)
         if c.qk_norm:
-            norm = dict(M=self.M, hd=c.head_dim, ld=ld, eps=c.rms_norm_eps)
+            norm = {"M": self.M, "hd": c.head_dim, "ld": ld, "eps": c.rms_norm_eps}
             q_norm, k_norm = m._vector(name + "q_norm"), m._vector(name + "k_norm")
             self._emit("qk_norm", f"l{layer}.q_norm", x=qkv, w=q_norm, heads=c.num_heads, **norm)
             self._emit("qk_norm", f"l{layer}.k_norm", x=(qkv, k_at), w=k_norm, heads=c.num_kv_heads, **norm)
@@ -371,7 +371,7 @@ class _StepBuilder:
             V=c.vocab_size,
         )
 
-    # -- single ops --------------------------------------------------------------------------------------------
+    # -- single ops ----------------------------------------------------------------------------------------
 
     def _f32(self, name: str, width: int) -> Buffer:
         return self.model.buffer(name, width, np.float32)
@@ -409,7 +409,7 @@ class _StepBuilder:
         d = m.buffer(f"a8_d{turn}", 1, np.float32, self._a8_rows() * widest // 32)
         gsum = m.buffer(f"a8_gsum{turn}", 1, np.int32, self._a8_rows() * widest // 32)
         self._emit("quantize_a8", f"{label}.a8", x=x, q=q, d=d, gsum=gsum, M=rows, K=k)
-        return dict(xq=q, xd=d, gsum=gsum)
+        return {"xq": q, "xd": d, "gsum": gsum}
 
     def _widest_input(self) -> int:
         c = self.config
@@ -470,7 +470,7 @@ class _StepBuilder:
         rows_from: int = 0,
         extended: bool = False,
     ) -> None:
-        """Hash ``count`` elements of each row; ``width`` is the elements from row to row (``count`` by default)."""
+        """Hash ``count`` elements of each row; ``width`` elements from row to row (default: ``count``)."""
         if self.tap_level == "off" or (extended and self.tap_level != "extended"):
             return
         itemsize = buffer.dtype.itemsize
@@ -493,7 +493,7 @@ class _StepBuilder:
         out = m.buffer("hash", m.max_rows, np.uint64, 2 + 20 * self.config.num_layers)
         args: dict[str, Any] = {}
         if by_slot:
-            args = dict(row0=m.buffer("base", 1, np.int32), row1=m.buffer("pos", 1, np.int32))
+            args = {"row0": m.buffer("base", 1, np.int32), "row1": m.buffer("pos", 1, np.int32)}
         self._emit(
             "l2_hash",
             "tap." + tap_key(0, layer, field)[3:],

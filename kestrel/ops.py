@@ -1,7 +1,7 @@
 """The op registry: the only meeting point of the model and the backends.
 
-An op is a name of the numerics contract, an argument struct (``kernels/op_args.h`` has the same layout in C) and
-the bytes it has to move. The model emits a list of ops; a backend runs them by name.
+An op is a name of the numerics contract, an argument struct (``kernels/op_args.h`` has the same layout in C)
+and the bytes it has to move. The model emits a list of ops; a backend runs them by name.
 """
 
 from __future__ import annotations
