@@ -31,6 +31,7 @@ from kestrel.folder_writer import (
     hashing,
     lay_out,
     put_in_place,
+    stale_partials,
     sync_folder,
     write_at,
     write_file,
@@ -95,7 +96,11 @@ def convert(
     for spec, stored in job.wtypes:
         row = 4 * spec.k if stored is None else stored.bytes_per_row(spec.k)
         sizes[_name(stored)] = sizes.get(_name(stored), 0) + spec.rows * row
-    return Conversion(target, manifest, sizes, [*checkpoint.notes, *job.notes()])
+    notes = [*checkpoint.notes, *job.notes()]
+    stale = stale_partials(target)
+    if stale:
+        notes.append(f"left by interrupted conversions, may be deleted: {', '.join(map(str, stale))}")
+    return Conversion(target, manifest, sizes, notes)
 
 
 class _Job:
@@ -118,6 +123,8 @@ class _Job:
     def run_into(self, target: Path, force: bool) -> Manifest:
         """Make the folder beside ``target`` and put it in place; what is not finished is removed."""
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        if partial.exists():  # of an earlier process that had this number
+            shutil.rmtree(partial)
         partial.mkdir()
         try:
             manifest = self._run(partial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -143,6 +144,16 @@ def check_disk(target: Path, needed: int) -> None:
         raise KestrelError(
             f"{target}: needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
         )
+
+
+def stale_partials(target: Path) -> list[Path]:
+    """Partial folders beside ``target`` whose process is gone."""
+    stale = []
+    for path in sorted(target.resolve().parent.glob(f"{glob.escape(target.name)}.partial-*")):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            stale.append(path)
+    return stale
 
 
 def put_in_place(partial: Path, target: Path, force: bool) -> None:

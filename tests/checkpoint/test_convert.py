@@ -319,6 +319,17 @@ def test_disk_that_fills_up_meanwhile(hf: Path, tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_folders_left_by_killed_conversions_are_named(hf: Path, tmp_path: Path) -> None:
+    gone, own = tmp_path / "k.partial-99999999", tmp_path / f"k.partial-{os.getpid()}"
+    gone.mkdir()
+    own.mkdir()
+    (own / "model.safetensors").write_text("of an earlier process with this number")
+    (tmp_path / f"k.partial-{os.getppid()}").mkdir()  # a conversion that may still run
+    notes = convert(hf, tmp_path / "k").notes
+    assert notes == [f"left by interrupted conversions, may be deleted: {gone}"]
+    assert not own.exists()
+
+
 def test_unknown_scale_choice(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="q4_scale must be one of plain, search, weighted, not 'best'"):
         convert(hf, tmp_path / "k", q4_scale="best")  # type: ignore[arg-type]
