@@ -11,11 +11,11 @@
 
 // V rows of a chunk on their way to shared memory; position t_new from sh.new_row.
 DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int t_new) {
-    const int units = a.hd / 16;
-    for (int i = threadIdx.x; i < count * units; i += blockDim.x) {
-        const int t = i / units, at = i % units * 16;
-        if (t != t_new) copy_async_16(sh.v8 + t * a.hd + at, a.vq + ((slot0 + t) * a.nkv + kv) * a.hd + at);
-    }
+    const int units = a.hd / 16, rows = blockDim.x / units;  // rows at a time; threads past them do nothing
+    const int at = threadIdx.x % units * 16, first = threadIdx.x / units;
+    const signed char *const v = a.vq + (slot0 * a.nkv + kv) * a.hd + at;  // i8[.., hd] of position 0
+    for (int t = first < rows ? first : count; t < count; t += rows)
+        if (t != t_new) copy_async_16(sh.v8 + t * a.hd + at, v + (long long)t * a.nkv * a.hd);
 }
 
 // What a block computes. blockIdx.y names a KV head and a slice of its query heads. While a row has few chunks, the
@@ -32,7 +32,7 @@ DEVICE AttentionBlock attention_block_of(const AttentionArgs &a, int chunks) {
     AttentionBlock b;
     const int per_kv = a.nh / a.nkv, slices = gridDim.y / a.nkv, slice_heads = (per_kv + slices - 1) / slices;
     int split = 1;
-    while (split < slice_heads && chunks * split * 2 <= (int)gridDim.x) split *= 2;
+    while (split * 2 < slice_heads && chunks * split * 2 <= (int)gridDim.x) split *= 2;  // to two heads at least
     const int part_heads = (slice_heads + split - 1) / split, part = blockIdx.x % split;
     b.m = blockIdx.z;
     b.kv = blockIdx.y / slices;
@@ -132,12 +132,8 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
         __syncthreads();
         // Fewer, longer threads while there are enough of them for half of the block; shorter ones for few heads.
         const int quads = b.heads * a.hd / 4, half = blockDim.x / 2;
-        if (b.heads % 4 == 0 && quads >= 4 * half)
-            chunk_chains<4, 4>(a, sh, b, chunk, count, keep);
-        else if (b.heads % 2 == 0 && quads >= 2 * half)
+        if (b.heads % 2 == 0 && quads >= 2 * half)
             chunk_chains<4, 2>(a, sh, b, chunk, count, keep);
-        else if (quads > half)
-            chunk_chains<4, 1>(a, sh, b, chunk, count, keep);
         else
             chunk_chains<2, 1>(a, sh, b, chunk, count, keep);
         __syncthreads();
@@ -145,13 +141,7 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
 
     if (!keep) {
         // The last block of these heads to arrive sees every partial state and merges them.
-        __threadfence();
-        __syncthreads();
-        unsigned *const counter = (unsigned *)a.work + b.counter;
-        if (threadIdx.x == 0) *sh.arrived = atomicInc(counter, b.slots - 1);  // wraps to 0 for the next launch
-        __syncthreads();
-        if (*sh.arrived != (unsigned)b.slots - 1) return;
-        __threadfence();
+        if (!last_block_to_arrive((unsigned *)a.work + b.counter, b.slots, sh.arrived)) return;
         merge_partials(a, sh, b.m, b.h0, b.heads, chunks);
     }
     for (int i = threadIdx.x; i < b.heads * a.hd; i += blockDim.x) {
@@ -179,5 +169,7 @@ KERNEL LAUNCH_BOUNDS(512) void k_attn_decode_online(const AttentionArgs a) {
 // One row: q and k norm, RoPE, KV append, attention and the a8 of its result. Grid (chunk slots, nkv * slices).
 KERNEL LAUNCH_BOUNDS(512) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
+    wait_for_previous();
+    start_next();
     attention_block(a.attn, &a, shared);
 }

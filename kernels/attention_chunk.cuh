@@ -112,11 +112,14 @@ DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, i
                       bool store_q, bool store_new) {
     const int hd = st.attn.hd, half = hd / 2, pitch = hd + 4, rows = heads + (with_new ? 1 : 0);
     const float pos = (float)st.rope.pos[0];
-    for (int i = threadIdx.x; i < rows * hd; i += blockDim.x) {
-        const int j = i / hd, e = i % hd;
-        const float v = j < heads ? st.attn.q[(h0 + j) * hd + e] : st.kv.k[kv * hd + e];
-        sh.rows[j * pitch + e] = v;
-        sh.squares[j * pitch + e] = v * v;
+    const int lane = lane_id();
+    for (int j = warp_id(); j < rows; j += warp_count()) {  // a warp to a row
+        const float *const x = j < heads ? st.attn.q + (h0 + j) * hd : st.kv.k + kv * hd;  // f32[hd]
+        for (int e = lane; e < hd; e += 32) {
+            const float v = x[e];
+            sh.rows[j * pitch + e] = v;
+            sh.squares[j * pitch + e] = v * v;
+        }
     }
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const float angle = pos * st.rope.inv_freq[i];
@@ -141,28 +144,29 @@ DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, i
     }
 #endif
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * half; i += blockDim.x) {
-        const int j = i / half, e = i % half;
+    for (int j = warp_id(); j < rows; j += warp_count()) {
         const bool is_q = j < heads, store = is_q ? store_q : store_new;
         const long long tap = (long long)(is_q ? h0 + j : st.attn.nh + kv) * hd;  // in normed and roped
-        float x0 = sh.rows[j * pitch + e], x1 = sh.rows[j * pitch + e + half];
-        if (st.has_norm) {
-            const float r = sh.squares[j * pitch + hd];
-            const float *const w = is_q ? st.q_norm.w : st.k_norm.w;  // f32[hd]
-            x0 = (x0 * r) * w[e];
-            x1 = (x1 * r) * w[e + half];
-            if (store) {
-                st.normed[tap + e] = x0;
-                st.normed[tap + e + half] = x1;
+        const float *const w = is_q ? st.q_norm.w : st.k_norm.w;                  // f32[hd]
+        const float r = st.has_norm ? sh.squares[j * pitch + hd] : 1.0f;
+        for (int e = lane; e < half; e += 32) {
+            float x0 = sh.rows[j * pitch + e], x1 = sh.rows[j * pitch + e + half];
+            if (st.has_norm) {
+                x0 = (x0 * r) * w[e];
+                x1 = (x1 * r) * w[e + half];
+                if (store) {
+                    st.normed[tap + e] = x0;
+                    st.normed[tap + e + half] = x1;
+                }
             }
-        }
-        const float c = sh.angle[e], s = sh.angle[half + e];
-        const float y0 = x0 * c - x1 * s, y1 = x1 * c + x0 * s;
-        sh.rows[j * pitch + e] = y0;
-        sh.rows[j * pitch + e + half] = y1;
-        if (store) {
-            st.roped[tap + e] = y0;
-            st.roped[tap + e + half] = y1;
+            const float c = sh.angle[e], s = sh.angle[half + e];
+            const float y0 = x0 * c - x1 * s, y1 = x1 * c + x0 * s;
+            sh.rows[j * pitch + e] = y0;
+            sh.rows[j * pitch + e + half] = y1;
+            if (store) {
+                st.roped[tap + e] = y0;
+                st.roped[tap + e + half] = y1;
+            }
         }
     }
     __syncthreads();
@@ -288,11 +292,13 @@ DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh
 // The sum of exponentials of one head over a chunk. Loads run ahead of the chain by 16 positions.
 DEVICE float chunk_sum(const float *p, const float *c, const unsigned *moved, int count) {
     float l = 0.0f;
+#pragma unroll 1
     for (int t0 = 0; t0 < count; t0 += 16) {
         const unsigned bits = moved[t0 / 32] >> (t0 % 32) & 0xffffu;
         if (bits == 0 && t0 + 16 <= count) {
             l = ordered_sum(p + t0, 16, l);
         } else {
+#pragma unroll 1
             for (int i = 0; i < 16 && t0 + i < count; i++) {
                 if (bits >> i & 1u) l *= c[t0 + i];
                 l += p[t0 + i];
@@ -331,6 +337,7 @@ DEVICE void chunk_values(const signed char *v, int pitch, const float *w, const 
 #pragma unroll
         for (int d = 0; d < DIMS; d++) acc[h][d] = 0.0f;
     }
+#pragma unroll 1
     for (int t0 = 0; t0 < count; t0 += 8) {
         unsigned bits[HPT], any = 0;
 #pragma unroll
@@ -353,6 +360,7 @@ DEVICE void chunk_values(const signed char *v, int pitch, const float *w, const 
                 }
             }
         } else {
+#pragma unroll 1
             for (int i = 0; i < 8 && t0 + i < count; i++) {
                 float x[DIMS];
                 value_floats<DIMS>(v + (t0 + i) * pitch, x);

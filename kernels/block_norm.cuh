@@ -6,6 +6,7 @@
 // Walks `n` floats of shared memory in ascending order onto `sum`; sixteen loads are in flight ahead of the chain.
 DEVICE float ordered_sum(const float *terms, int n, float sum) {
     int i = 0;
+#pragma unroll 1
     for (; i + 16 <= n; i += 16) {
         float4 t[4];
 #pragma unroll
@@ -52,11 +53,46 @@ DEVICE NormShared norm_shared(unsigned char *base, int d) {
     return sh;
 }
 
-// Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory.
+// Eight neighbouring elements; `vector`: they are 16-byte aligned.
+DEVICE void load_eight(const float *p, bool vector, float *v) {
+    if (vector) {
+        const float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = p[k];
+    }
+}
+
+#define NORM_CACHED 2  // blocks of eight that a thread keeps in registers from the sum to the result
+
+// Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory. Asks for w, waits for the
+// kernel that makes x, then asks for x: nothing is read twice unless d > 16 * blockDim.x.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+    const int blocks = d / 8, tail = d % 8;
+    const bool vector = tail == 0;
+    float xs[NORM_CACHED][8], ws[NORM_CACHED][8];
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+        const int b = threadIdx.x + c * blockDim.x;
+        if (b < blocks) load_eight(w + 8 * b, vector, ws[c]);
+    }
+    wait_for_previous();
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+        const int b = threadIdx.x + c * blockDim.x;
+        if (b < blocks) load_eight(x + 8 * b, vector, xs[c]);
+    }
 #if KESTREL_FAST
     float sum = 0.0f;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) sum += x[i] * x[i];
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if ((int)(threadIdx.x + c * blockDim.x) < blocks) sum += xs[c][k] * xs[c][k];
+    }
+    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x) sum += x[i] * x[i];
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sum += x[i] * x[i];
     sum = warp_sum_f32(sum);
     if (lane_id() == 0) sh.terms[warp_id()] = sum;
     __syncthreads();
@@ -64,11 +100,20 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
     for (int i = 0; i < warp_count(); i++) ss += sh.terms[i];
     const float r = inverse_sqrt(ss / (float)d + eps);
 #else
-    const int blocks = d / 8, tail = d % 8;
-    for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+        const int b = threadIdx.x + c * blockDim.x;
         float square[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) square[k] = x[8 * b + k] * x[8 * b + k];
+        for (int k = 0; k < 8; k++) square[k] = xs[c][k] * xs[c][k];
+        if (b < blocks) sh.terms[b] = hsum8(square);
+    }
+#pragma unroll 1
+    for (int b = threadIdx.x + NORM_CACHED * blockDim.x; b < blocks; b += blockDim.x) {
+        float square[8];
+        load_eight(x + 8 * b, vector, square);
+#pragma unroll
+        for (int k = 0; k < 8; k++) square[k] = square[k] * square[k];
         sh.terms[b] = hsum8(square);
     }
     for (int i = threadIdx.x; i < tail; i += blockDim.x) {
@@ -83,7 +128,21 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
     __syncthreads();
     const float r = sh.r[0];
 #endif
-    for (int i = threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+        const int b = threadIdx.x + c * blockDim.x;
+        if (b < blocks) {
+            float4 *const out = (float4 *)(sh.x + 8 * b);
+            out[0] = make_float4((xs[c][0] * r) * ws[c][0], (xs[c][1] * r) * ws[c][1], (xs[c][2] * r) * ws[c][2],
+                                 (xs[c][3] * r) * ws[c][3]);
+            out[1] = make_float4((xs[c][4] * r) * ws[c][4], (xs[c][5] * r) * ws[c][5], (xs[c][6] * r) * ws[c][6],
+                                 (xs[c][7] * r) * ws[c][7]);
+        }
+    }
+    // The rest of a very long row, then the tail.
+#pragma unroll 1
+    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
     __syncthreads();
 }
 

@@ -16,6 +16,8 @@ KERNEL LAUNCH_BOUNDS(1024) void k_argmax(const ArgmaxArgs a) {
     __shared__ float values[32];
     __shared__ int indices[32];
     __shared__ unsigned largest[32];
+    wait_for_previous();
+    start_next();
     const int lane = lane_id(), warp = warp_id();
     for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
         const float *const logits = a.logits + (long long)m * a.V;  // f32[V]

@@ -46,7 +46,11 @@ template <int MT> DEVICE void matmul_rows(const MatmulArgs &a) {
 
 #if !KESTREL_FAST
 // The number is the input rows that share a load; the results do not depend on it.
-KERNEL void k_matmul(const MatmulArgs a) { matmul_rows<1>(a); }
+KERNEL void k_matmul(const MatmulArgs a) {
+    wait_for_previous();
+    start_next();
+    matmul_rows<1>(a);
+}
 KERNEL void k_matmul_m2(const MatmulArgs a) { matmul_rows<2>(a); }
 KERNEL void k_matmul_m4(const MatmulArgs a) { matmul_rows<4>(a); }
 KERNEL void k_matmul_m8(const MatmulArgs a) { matmul_rows<8>(a); }

@@ -53,6 +53,16 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Asks for the line that holds p.
 DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// Programmatic dependent launch: a kernel launched this way may begin while the one before it runs. Until
+// wait_for_previous it may touch nothing that another kernel writes: weights alone. start_next lets the next begin.
+#if __CUDA_ARCH__ >= 900
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous() {}
+DEVICE void start_next() {}
+#endif
+
 #else
 
 #include "../native/simt_host.h"
@@ -73,6 +83,8 @@ DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }
 DEVICE void prefetch_l2(const void *) {}
+DEVICE void wait_for_previous() {}
+DEVICE void start_next() {}
 
 #endif
 
@@ -81,6 +93,19 @@ DEVICE void prefetch_l2(const void *) {}
 DEVICE int lane_id() { return (int)(threadIdx.x & 31u); }
 DEVICE int warp_id() { return (int)(threadIdx.x >> 5); }
 DEVICE int warp_count() { return (int)(blockDim.x >> 5); }
+
+// Counts this block's arrival at a counter that wraps to zero; the last of `blocks` gets true and sees what all of
+// them wrote. The whole block calls it; `slot` is u32[1] of shared memory.
+DEVICE bool last_block_to_arrive(unsigned *counter, int blocks, unsigned *slot) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();  // with the barriers it orders the writes of the whole block
+        *slot = atomicInc(counter, (unsigned)blocks - 1u);
+        __threadfence();
+    }
+    __syncthreads();
+    return *slot == (unsigned)blocks - 1u;
+}
 
 // Maximum over the lanes that differ in the bits of `lanes - 1` (lanes: a power of two). Integer, so order-free.
 DEVICE unsigned group_max_u32(unsigned v, int lanes) {

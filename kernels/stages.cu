@@ -18,7 +18,7 @@ DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, con
     }
 }
 
-// rms_norm and a8 of row m into shared memory; ends with a barrier.
+// rms_norm and a8 of row m into shared memory; waits for the kernel that makes the row; ends with a barrier.
 DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
     block_rms_norm(norm.x + (long long)m * norm.d, norm.w, norm.d, norm.eps, sh);
     block_a8(sh.x, norm.d / 32, sh.q, sh.d, sh.gsum);
@@ -29,6 +29,7 @@ DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) 
 KERNEL void FORM(k_norm_a8)(const NormA8Args a) {
     DYNAMIC_SHARED(shared);
     const NormShared sh = norm_shared(shared, a.norm.d);
+    start_next();  // block_rms_norm waits
     for (int m = blockIdx.x; m < a.norm.M; m += gridDim.x) {
         block_norm_a8(a.norm, m, sh);
         store_norm_a8(a.norm, a.a8, sh, m);
@@ -78,6 +79,7 @@ template <int U, int R> DEVICE void norm_matmul(const NormMatmulArgs &a, unsigne
     WarpRows<U, R> rows;
     RowUnit at = row_unit(a.mm, unit, R);
     if (unit < units) rows.begin(at.w, at.n, at.rows);
+    start_next();
     block_norm_a8(a.norm, 0, sh);
     if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
     while (unit < units) {
@@ -112,6 +114,8 @@ template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a) {
         const RowUnit at = row_unit(a.mm, unit, R);
         WarpRows<U, R> rows;
         rows.begin(at.w, at.n, at.rows);
+        wait_for_previous();  // in later turns, too, where it returns at once
+        start_next();
         float y[R];
         rows.finish(at.w, at.n, at.rows, in, a.mm.x, y);
 #pragma unroll
@@ -141,7 +145,8 @@ KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
         const unsigned short *const source = (const unsigned short *)w.codes + (long long)first * w.k;
         for (int i = threadIdx.x; i < rows * (w.k / 8); i += blockDim.x)
             copy_async_16(tile + i / (w.k / 8) * pitch + 8 * (i % (w.k / 8)), source + 8 * i);
-        if (first == 4 * (int)blockIdx.x) {  // once
+        if (first == 4 * (int)blockIdx.x) {  // once; block_rms_norm waits
+            start_next();
             block_norm_a8(a.norm, 0, sh);
             if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
         }
@@ -159,18 +164,15 @@ KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
         }
         __syncthreads();
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) arrived = atomicInc(a.counter, gridDim.x - 1);  // wraps to 0 for the next launch
-    __syncthreads();
-    if (arrived != gridDim.x - 1) return;
-    __threadfence();
+    if (!last_block_to_arrive(a.counter, gridDim.x, &arrived)) return;
     block_router_topk(a.topk, 0, (float *)shared);
 }
 
 // Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. A warp takes R
 // gate rows and the matching up rows at a time. With ids null (a dense FFN) the matrices are taken as they are.
 template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
+    wait_for_previous();  // the first load needs the expert
+    start_next();
     const int F = a.swiglu.F, t = blockIdx.y, lane = lane_id();
     const long long expert = a.mm.ids != nullptr ? a.mm.ids[t] : 0;
     const int groups = a.mm.w[0].k / 32;
@@ -218,6 +220,8 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u4)(const GateUpArgs a) {
 // added to x. Dynamic shared: f32[warps, T].
 KERNEL LAUNCH_BOUNDS(256) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
+    wait_for_previous();  // the first load needs the experts
+    start_next();
     const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;
     float *const ys = (float *)shared + warp_id() * T;
     const Weight &w = a.mm.w[0];
