@@ -402,8 +402,8 @@ class _StepBuilder:
     def _a8(self, label: str, x: Buffer, k: int, rows: int) -> Mapping[str, Any]:
         """The a8 form of ``x``.
 
-        Two sets of buffers, each for the widest input, take turns: a kernel that joins ops may write one while it
-        reads the other.
+        Two sets of buffers, each for the widest input, take turns: a kernel that joins ops may write one
+        while it reads the other.
         """
         m, widest = self.model, self._widest_input()
         turn, self._a8_turn = self._a8_turn, 1 - self._a8_turn
