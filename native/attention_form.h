@@ -1,6 +1,6 @@
-// attention in vector form, contract section 7: the bits of the position-by-position loop, because dots are integers, the
-// running maximum is exact in any order, every exponential stands alone, and a rescale happens only where the maximum
-// moves. Only l and acc are chains over positions, and acc has hd of them.
+// attention in vector form, contract section 7: the bits of the position-by-position loop, because dots are integers,
+// the running maximum is exact in any order, every exponential stands alone, and a rescale happens only where the
+// maximum moves. Only l and acc are chains over positions, and acc has hd of them.
 #include "attention.h"
 #include "ops.h"
 #include "simd.h"
@@ -45,8 +45,8 @@ inline __m256i sums_of_8(const __m256i *v) {
                             _mm256_permute2x128_si256(s0123, s4567, 0x31));
 }
 
-// dots: i32[8] of q8 with the key rows t = 0..7. Codes lie in -127..127, so that |q| * (k with the sign of q) pairs stay
-// below 2^15 in the i16 sums.
+// dots: i32[8] of q8 with the key rows t = 0..7. Codes lie in -127..127, so that pairs of |q| * (k with the sign of q)
+// stay below 2^15 in the i16 sums.
 inline __m256i dot_8_rows(const signed char *q8, const signed char *const *k8, int hd) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[8];
@@ -209,9 +209,10 @@ struct Grouping {
 };
 
 void load_queries(const AttentionArgs &a, const Item &item, Workspace *ws) {
-    for (int g = 0; g < item.group; g++)
-        ws->qs[g] = quantize_query(a.q + item.row * a.ld + static_cast<int64_t>(item.head + g) * a.hd, a.hd, ws->q8[g]) *
-                    a.qscale;
+    for (int g = 0; g < item.group; g++) {
+        const float *q = a.q + item.row * a.ld + static_cast<int64_t>(item.head + g) * a.hd;
+        ws->qs[g] = quantize_query(q, a.hd, ws->q8[g]) * a.qscale;
+    }
 }
 
 void write_out(const AttentionArgs &a, int64_t row, int head, const AttentionState &state) {

@@ -138,7 +138,8 @@ PYBIND11_MODULE(_native, m) {
     m.doc() = "The C++ reference of the numerics contract.";
 
     py::class_<Program>(m, "Program")
-        .def(py::init([](const std::vector<std::pair<std::string, py::bytes>> &ops, int threads, const std::string &isa) {
+        .def(py::init([](const std::vector<std::pair<std::string, py::bytes>> &ops, int threads,
+                         const std::string &isa) {
                  std::vector<std::pair<std::string, std::string>> list;
                  list.reserve(ops.size());
                  for (const auto &[name, bytes] : ops) list.emplace_back(name, bytes);
@@ -171,7 +172,9 @@ PYBIND11_MODULE(_native, m) {
             return read_bandwidth(nbytes, threads);
         },
         py::arg("nbytes"), py::arg("threads"));
-    m.def("exp_f64", [](const Array<double> &x) { return map_array<double>(x, exp_f64_array); }, py::arg("x").noconvert());
+    m.def(
+        "exp_f64", [](const Array<double> &x) { return map_array<double>(x, exp_f64_array); },
+        py::arg("x").noconvert());
     for (const char *function : {"expf", "cosf", "sinf"})
         m.def(
             (std::string(function) + "_ucrt").c_str(),

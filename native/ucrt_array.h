@@ -23,7 +23,8 @@ struct UcrtSweep {
     uint64_t inputs;        // compared
     uint64_t different;     // inputs where the two forms differ in a bit
     uint32_t first;         // the lowest such input
-    uint64_t nan_faults;    // NaN inputs (for cosf and sinf infinities too) that did not give 0x7fc00000, or others that did
+    uint64_t nan_faults;    // inputs where `a` breaks the NaN rule: NaN (for cosf and sinf infinities too) gives
+                            // 0x7fc00000, nothing else gives a NaN
     uint64_t order_faults;  // neighbouring inputs whose results of `a` fall; counted for increasing functions
 };
 

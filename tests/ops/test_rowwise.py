@@ -90,6 +90,22 @@ def test_quantize_a8(K: int, M: int, kind: str) -> None:
     check_forms("quantize_a8", {"q": q.reshape(M, K), "d": d, "gsum": gsum}, x=x, M=M, K=K)
 
 
+def test_a8_codes_on_rounding_boundaries() -> None:
+    """Elements half-way between two codes, where x * (127 / amax) and x / d round apart: the contract multiplies."""
+    r = rng(11)
+    M = 400
+    amax = r.uniform(0.5, 2, (M, 1)).astype(np.float32)
+    half = (r.integers(-126, 126, (M, 32)) + np.float32(0.5)).astype(np.float32)
+    x = (half * (amax / np.float32(127))).astype(np.float32)
+    x = np.nextafter(x, np.where(r.random(x.shape) < 0.5, np.float32(9), x))
+    x[:, :1] = amax
+    q, d = reference.quantise(x)
+    divided = np.clip(np.rint(x / d[:, None]), -127, 127).astype(np.int8)
+    assert (divided != q).any(), "these inputs do not tell the two rules apart"
+    gsum = q.astype(np.int32).sum(axis=-1, dtype=np.int32)
+    check_forms("quantize_a8", {"q": q, "d": d, "gsum": gsum}, x=x, M=M, K=32)
+
+
 def test_a8_scale_is_canonical() -> None:
     """A NaN of any payload gives exactly 0x7fc00000, an infinity +inf, and all codes are 0."""
     x = np.zeros((4, 32), np.uint32)
