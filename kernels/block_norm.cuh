@@ -64,6 +64,17 @@ DEVICE void load_eight(const float *p, bool vector, float *v) {
     }
 }
 
+// The same of weights, which no kernel writes: allowed ahead of wait_for_previous.
+DEVICE void load_eight_weights(const float *p, bool vector, float *v) {
+    if (vector) {
+        const float4 a = load_weight((const float4 *)p), b = load_weight((const float4 *)p + 1);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = load_weight(p + k);
+    }
+}
+
 #define NORM_CACHED 2  // blocks of eight that a thread keeps in registers from the sum to the result
 
 // Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory. Asks for w, waits for the
@@ -75,7 +86,7 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks) load_eight(w + 8 * b, vector, ws[c]);
+        if (b < blocks) load_eight_weights(w + 8 * b, vector, ws[c]);
     }
     wait_for_previous();
 #pragma unroll

@@ -25,6 +25,8 @@ DEVICE uint4 load_streaming(const void *p) {
 }
 // Read-only for the whole kernel.
 DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return __ldg(p); }
+DEVICE float load_weight(const float *p) { return __ldg(p); }
+DEVICE float4 load_weight(const float4 *p) { return __ldg(p); }
 // One instruction; exact, and equal to f16_to_f32 for every number (NaN payloads are the hardware's).
 DEVICE float half_to_float(unsigned short h) {
     float f;
@@ -75,6 +77,8 @@ DEVICE void start_next() {}
 
 DEVICE uint4 load_streaming(const void *p) { return *static_cast<const uint4 *>(p); }
 DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
+DEVICE float load_weight(const float *p) { return *p; }
+DEVICE float4 load_weight(const float4 *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
 DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kestrel.errors import BackendError
-from kestrel.ops import L2HashArgs, Op
+from kestrel.ops import L2HashArgs, Op, WType
 
 Mode = Literal["fast", "bitexact", "l2exact"]
 Dim3 = tuple[int, int, int]
@@ -22,6 +22,8 @@ CHUNK = 256  # positions of an attention chunk, contract section 7
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
 HASHES_PER_LAUNCH = 32
+TILE_COLUMNS = 32  # weight rows of a warp's tile
+TILE_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Tuning:
     a8_warps: int = 4
     matmul_warps: int = 4  # four weight rows each
     matmul_max_blocks: int = 1 << 16
+    tiled_rows: int = 16  # input rows from which quantised matrices go by 16 x 32 tiles
     matmul_row_tile: int = 8  # input rows that share a weight load, at most: 1, 2, 4, 8
     rope_blocks: int = 4  # of one row
     rope_threads: int = 128
@@ -50,7 +53,29 @@ class Tuning:
     row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
+    programmatic: int = 1  # 0: a kernel begins when the one before it has ended
     hash_beside: int = 2  # launches that hashes should have to run beside
+
+
+# Kernels that call wait_for_previous before they touch what another kernel writes (kernels/port.cuh): on GPUs
+# that can, they are launched while the kernel before them still runs. Their ``_fast`` forms are meant, too.
+PROGRAMMATIC = frozenset(
+    {
+        "k_norm_a8",
+        "k_norm_matmul_u2r4",
+        "k_norm_matmul_u4r2",
+        "k_attn_stage",
+        "k_matmul_add_u2r4",
+        "k_matmul_add_u4r2",
+        "k_norm_router",
+        "k_gate_up_u2",
+        "k_gate_up_u4",
+        "k_moe_down",
+        "k_matmul",
+        "k_argmax",
+        "k_feedback",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -160,7 +185,18 @@ def _row_tile(rows: int, t: Tuning) -> int:
     return tile
 
 
+def _tiled(a: Any, t: Tuning) -> bool:
+    return t.tiled_rows <= a.M and all(a.w[i].wtype != WType.bf16 for i in range(a.n_w))
+
+
+def _column_tiles(a: Any) -> int:
+    return sum(_ceil(a.w[i].n, TILE_COLUMNS) for i in range(a.n_w))
+
+
 def _matmul(a: Any, t: Tuning) -> list[Launch]:
+    if _tiled(a, t):
+        grid = (_ceil(_column_tiles(a), TILE_WARPS), min(_ceil(a.M, 16), 65535), 1)
+        return [Launch("k_matmul_tiled", grid, (32 * TILE_WARPS, 1, 1), 0, a)]
     total = sum(a.w[i].n for i in range(a.n_w))
     tile = _row_tile(a.M, t)
     blocks = min(_ceil(total, 4 * t.matmul_warps), t.matmul_max_blocks)
@@ -226,6 +262,9 @@ def _router_topk(a: Any, t: Tuning) -> list[Launch]:
 
 
 def _moe_matmul(a: Any, t: Tuning) -> list[Launch]:
+    if _tiled(a, t):
+        grid = (_ceil(_column_tiles(a), TILE_WARPS), min(a.E, 65535), 1)
+        return [Launch("k_moe_matmul_tiled", grid, (32 * TILE_WARPS, 1, 1), 0, a)]
     total = sum(a.w[i].n for i in range(a.n_w))
     blocks = min(_ceil(total, 4 * t.matmul_warps), t.matmul_max_blocks)
     return [Launch("k_moe_matmul", (blocks, min(a.M * a.T, 65535), 1), (32 * t.matmul_warps, 1, 1), 0, a)]

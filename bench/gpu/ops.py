@@ -166,7 +166,14 @@ GEOMETRIES = (
         matmul_row_tile=2, attention_heads=1, attention_slots=1, attention_threads=64, hash_max_threads=32
     ),
     Tuning(matmul_row_tile=4, attention_heads=3, attention_slots=5, attention_threads=512, hash_bytes=7),
-    Tuning(matmul_max_blocks=3, attention_slots=32, router_threads=1024, kv_warps=16, hash_bytes=256),
+    Tuning(
+        programmatic=0,
+        matmul_max_blocks=3,
+        attention_slots=32,
+        router_threads=1024,
+        kv_warps=16,
+        hash_bytes=256,
+    ),
 )
 
 

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kestrel.cuda import compile as nvrtc
-from kestrel.cuda.ptx_lint import Finding, entry_points, lint
+from kestrel.cuda.ptx_lint import Finding, early_findings, entry_points, lint
 from kestrel.cuda.sources import KernelSources, kernels_folder, read_sources
 from kestrel.errors import KestrelError
+from kestrel.launch import PROGRAMMATIC
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ def check_unit(sources: KernelSources, unit: nvrtc.Unit, arch: str) -> UnitRepor
     except KestrelError as error:
         return UnitReport(unit.label, arch, [], [f"{unit.label} {arch}: {error}"])
     used = [r for r in resources(result.log, unit.label, arch) if r.kernel.endswith("_fast") == unit.fast]
-    faults = [] if unit.fast else [f"{unit.label} {arch}: {text}" for text in summarised(lint(result.ptx))]
+    findings = [] if unit.fast else lint(result.ptx)
+    if int(arch.removeprefix("sm_")) >= 90:
+        findings += early_findings(result.ptx, PROGRAMMATIC)
+    faults = [f"{unit.label} {arch}: {text}" for text in summarised(findings)]
     missing = set(nvrtc.kernels_in(result.cubin)) ^ set(entry_points(result.ptx))
     if missing:
         faults.append(f"{unit.label} {arch}: kernels of cubin and PTX differ: {', '.join(sorted(missing))}")

@@ -20,7 +20,15 @@ from kestrel.cuda.graph import Graph
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
 from kestrel.cuda.sources import kernel_sources
 from kestrel.errors import BackendError
-from kestrel.launch import Launch, Plan, Tuning, attention_work_bytes, launches, plan
+from kestrel.launch import (
+    PROGRAMMATIC,
+    Launch,
+    Plan,
+    Tuning,
+    attention_work_bytes,
+    launches,
+    plan,
+)
 from kestrel.ops import Op
 
 Mode = Literal["fast", "bitexact", "l2exact"]
@@ -36,6 +44,7 @@ class PreparedLaunch:
     arguments: Any  # the kernel's single parameter, a copy of its own
     parameters: Any  # (c_void_p * 1): its address
     address: int  # of ``parameters``
+    early: Any  # driver.CUlaunchConfig that lets it begin while the launch before it runs, or None
 
 
 class PreparedPlan:
@@ -62,8 +71,10 @@ class PreparedPlan:
         turns: list[tuple[int, int, int]] = []
         for i, (_, after, before) in enumerate(self._side):
             turns += [(after, 1, i), (before, 0 if before > after else 2, i)]
+        alone = True  # the next main launch has more to wait for than the main launch before it
         for at, turn, i in sorted(turns):
-            backend.launch(self.main[position:at])
+            backend.launch(self.main[position:at], alone=alone)
+            alone = alone and at == position
             position = at
             ready, done = self._events[i]
             if turn == 1:
@@ -73,7 +84,8 @@ class PreparedPlan:
                 done.record(side)
             else:
                 main.wait_event(done)
-        backend.launch(self.main[position:])
+                alone = True
+        backend.launch(self.main[position:], alone=alone)
 
 
 class Kernels:
@@ -304,23 +316,49 @@ class CudaBackend:
             arguments = type(launch.args).from_buffer_copy(launch.args)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             function = self._kernels.function(launch.kernel, launch.shared)
+            early = self._early_config(launch)
             prepared.append(
-                PreparedLaunch(launch, function, arguments, parameters, ctypes.addressof(parameters))
+                PreparedLaunch(launch, function, arguments, parameters, ctypes.addressof(parameters), early)
             )
         return prepared
+
+    def _early_config(self, launch: Launch) -> Any:
+        """The configuration of a programmatic dependent launch, where kernel and GPU are made for it."""
+        can = self.tuning.programmatic and self.device.capability >= (9, 0)
+        if not can or launch.kernel.removesuffix("_fast") not in PROGRAMMATIC:
+            return None
+        driver = self._driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared
+        config.hStream = self._handles[0]
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        return config
 
     def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> PreparedPlan:
         """A plan with launches that follow it."""
         return PreparedPlan(self, plan, last)
 
-    def launch(self, prepared: Sequence[PreparedLaunch], *, side: bool = False) -> None:
-        """Queue launches on the backend's stream, or on the one beside it; the device must be current."""
-        launch_kernel, stream = self._driver.cuLaunchKernel, self._handles[side]
-        for item in prepared:
+    def launch(self, prepared: Sequence[PreparedLaunch], *, side: bool = False, alone: bool = True) -> None:
+        """Queue launches on the backend's stream, or on the one beside it; the device must be current.
+
+        Kernels made for it may begin before the one ahead of them has ended, but not the first one when
+        ``alone``: it waits for everything queued before.
+        """
+        driver, stream = self._driver, self._handles[side]
+        for number, item in enumerate(prepared):
             launch = item.launch
-            (status,) = launch_kernel(
-                item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0
-            )
+            if item.early is not None and (number > 0 or not alone):
+                (status,) = driver.cuLaunchKernelEx(item.early, item.function, item.address, 0)
+            else:
+                (status,) = driver.cuLaunchKernel(
+                    item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0
+                )
             if int(status) != 0:
                 raise BackendError(
                     f"{self.name} refused kernel {launch.kernel} with grid {launch.grid}, "

@@ -21,6 +21,8 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_matmul_m2": frozenset({"f32"}),
     "k_matmul_m4": frozenset({"f32"}),
     "k_matmul_m8": frozenset({"f32"}),
+    "k_matmul_tiled": frozenset({"f32"}),
+    "k_moe_matmul_tiled": frozenset({"f32"}),
     "k_qk_norm_cpu": frozenset(),
     "k_rope": frozenset({"f64"}),
     "k_kv_append": frozenset(),
@@ -119,6 +121,32 @@ def instruction_findings(kernel: str, number: int, code: str, fma: Collection[st
         yield Finding(kernel, "float atomic", number, text)
     if base in ("mma", "wmma", "wgmma", "tcgen05") and floats:
         yield Finding(kernel, "float matrix instruction", number, text)
+
+
+def early_findings(ptx: str, programmatic: Collection[str]) -> list[Finding]:
+    """Kernels launched before the one ahead has ended: none may lack the wait, or reach past it.
+
+    Ahead of ``griddepcontrol.wait`` a kernel may read weights, by loads that are marked read-only
+    (``ld.global.nc``, ``cp.async``, prefetches), and nothing else in global memory. Only for sm_90 and newer.
+    """
+    findings = []
+    for name, body in functions(ptx).items():
+        if name.removesuffix("_fast") not in programmatic:
+            continue
+        for number, code in body:
+            match = _INSTRUCTION.match(code)
+            opcode = match.group(1) if match else ""
+            if opcode.startswith("griddepcontrol.wait"):
+                break
+            base, *modifiers = opcode.split(".")
+            memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
+                modifiers
+            )
+            if memory and not (base == "ld" and "nc" in modifiers):
+                findings.append(Finding(name, "access ahead of griddepcontrol.wait", number, code.strip()))
+        else:
+            findings.append(Finding(name, "launched early without griddepcontrol.wait", body[0][0], name))
+    return findings
 
 
 def lint(ptx: str, declared: Mapping[str, Collection[str]] | None = None) -> list[Finding]:

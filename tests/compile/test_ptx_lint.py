@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kestrel.cuda import compile as nvrtc
-from kestrel.cuda.ptx_lint import entry_points, functions, lint
+from kestrel.cuda.ptx_lint import early_findings, entry_points, functions, lint
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
 
@@ -118,3 +118,32 @@ def test_device_functions_that_are_not_inlined_are_looked_at() -> None:
 def test_predicated_instructions_are_looked_at() -> None:
     text = ".visible .entry k_norm(\n)\n{\n\t@%p1 ex2.approx.ftz.f32 %f1, %f2;\n}\n"
     assert rules(text) == {"approximation", "flush-to-zero"}
+
+
+EARLY = """
+extern "C" __global__ void k_norm(const float *w, float *x) {{
+    {first}
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    x[1] = x[0] + w[2];
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "rule"),
+    [
+        ("x[2] = __ldg(w);", "access ahead of griddepcontrol.wait"),
+        ("if (x[3] > 0) return;", "access ahead of griddepcontrol.wait"),
+        ("atomicAdd((int *)x, 1);", "access ahead of griddepcontrol.wait"),
+        ("float a = __ldg(w); if (a == 3.0f) __nanosleep(1);", None),
+    ],
+)
+def test_access_ahead_of_the_wait(first: str, rule: str | None) -> None:
+    text = nvrtc.compile_source("early.cu", EARLY.format(first=first).encode(), {}, "sm_90").ptx
+    assert {f.rule for f in early_findings(text, {"k_norm"})} == ({rule} if rule else set())
+    assert early_findings(text, set()) == []
+
+
+def test_early_kernel_without_a_wait() -> None:
+    text = nvrtc.compile_source("planted.cu", CLEAN.encode(), {}, "sm_90").ptx
+    assert "launched early without griddepcontrol.wait" in {f.rule for f in early_findings(text, {"k_norm"})}

@@ -86,6 +86,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "a8_warps": (1, 8),
     "matmul_warps": (1, 8),
     "matmul_max_blocks": (1, 3),
+    "tiled_rows": (1, 5),
     "matmul_row_tile": (1, 4),
     "rope_blocks": (1, 9),
     "rope_threads": (32, 256),
@@ -101,6 +102,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "row_warps": (1, 8),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
+    "programmatic": (0,),
     "hash_beside": (0, 5),
 }
 
