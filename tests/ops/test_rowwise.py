@@ -91,7 +91,7 @@ def test_quantize_a8(K: int, M: int, kind: str) -> None:
 
 
 def test_a8_codes_on_rounding_boundaries() -> None:
-    """Elements half-way between two codes, where x * (127 / amax) and x / d round apart: the contract multiplies."""
+    """Half-way between two codes x * (127 / amax) and x / d round apart: the contract multiplies."""
     r = rng(11)
     M = 400
     amax = r.uniform(0.5, 2, (M, 1)).astype(np.float32)
