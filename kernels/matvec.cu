@@ -1,6 +1,6 @@
-// Matrix times rows, contract section 3: four weight rows to a warp, eight threads to a row (see matvec.cuh). Exact and fast
-// mode share it: the order costs nothing.
-#include "matvec.cuh"
+// Matrix times rows, contract section 3: four weight rows to a warp, eight threads to a row (see matvec.cuh). Exact
+// and fast mode share it: the order costs nothing.
+#include "tile.cuh"
 
 // Grid (weight rows, input row tiles), both strided. MT input rows share each weight that is read.
 template <int MT> DEVICE void matmul_rows(const MatmulArgs &a) {
@@ -54,4 +54,47 @@ KERNEL void k_matmul(const MatmulArgs a) {
 KERNEL void k_matmul_m2(const MatmulArgs a) { matmul_rows<2>(a); }
 KERNEL void k_matmul_m4(const MatmulArgs a) { matmul_rows<4>(a); }
 KERNEL void k_matmul_m8(const MatmulArgs a) { matmul_rows<8>(a); }
+
+// Many input rows, quantised weights. Grid (32-column tiles / warps, row tiles of 16), both strided: a warp to a tile.
+KERNEL LAUNCH_BOUNDS(128) void k_matmul_tiled(const MatmulArgs a) {
+    wait_for_previous();
+    start_next();
+    int total = 0, tiles = 0;
+    for (int i = 0; i < a.n_w; i++) {
+        total += a.w[i].n;
+        tiles += (a.w[i].n + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    }
+    const int k = a.w[0].k, groups = k / 32;
+    for (int unit = blockIdx.x * warp_count() + warp_id(); unit < tiles; unit += gridDim.x * warp_count()) {
+        // Tiles do not cross matrices.
+        Weight w = a.w[0];
+        int tile = unit, out = 0;
+#pragma unroll
+        for (int i = 1; i < 3; i++) {
+            const int of_this = (w.n + TILE_COLUMNS - 1) / TILE_COLUMNS;
+            if (i < a.n_w && tile >= of_this) {
+                tile -= of_this;
+                out += w.n;
+                w = a.w[i];
+            }
+        }
+        const int n0 = tile * TILE_COLUMNS, valid = w.n - n0 < TILE_COLUMNS ? w.n - n0 : TILE_COLUMNS;
+        for (int m0 = 16 * blockIdx.y; m0 < a.M; m0 += 16 * gridDim.y) {
+            TileRows in;
+            float *outs[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int m = m0 + lane_id() / 4 + 8 * i;
+                const long long at = m < a.M ? m : a.M - 1;
+                in.q[i] = a.xq + at * k;
+                in.d[i] = a.xd + at * groups;
+                in.gsum[i] = a.gsum + at * groups;
+                outs[i] = m < a.M ? a.y + at * total + out + n0 : nullptr;
+            }
+            float y[4][4];
+            tile_16x32(w, n0, valid, in, y);
+            store_tile(y, valid, outs[0], outs[1]);
+        }
+    }
+}
 #endif

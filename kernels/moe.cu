@@ -1,6 +1,7 @@
-// Mixture of experts: router (contract section 8), the chosen experts' matrices (section 3), their combination (section 9).
-#include "matvec.cuh"
+// Mixture of experts: router (contract section 8), the chosen experts' matrices (section 3), their combination
+// (section 9).
 #include "router.cuh"
+#include "tile.cuh"
 
 #if !KESTREL_FAST
 
@@ -36,6 +37,74 @@ KERNEL void k_moe_matmul(const MoeMatmulArgs a) {
             }
             const float y = group_hsum8(acc[0]);
             if (row < total && l == 0) a.y[(long long)mt * total + row] = y;
+        }
+    }
+}
+
+// Many input rows, quantised weights. Grid (32-column tiles / warps, experts), both strided: a block gathers the slots
+// m * T + t that chose its expert, sixteen at a time, and a warp takes a tile of columns.
+KERNEL LAUNCH_BOUNDS(128) void k_moe_matmul_tiled(const MoeMatmulArgs a) {
+    __shared__ int slots[16];
+    __shared__ int found, resume;
+    wait_for_previous();
+    start_next();
+    const int total = a.w[0].n + (a.n_w > 1 ? a.w[1].n : 0), all = a.M * a.T;
+    const int tiles0 = (a.w[0].n + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tiles = tiles0 + (a.n_w > 1 ? (a.w[1].n + TILE_COLUMNS - 1) / TILE_COLUMNS : 0);
+    const int k = a.w[0].k, groups = k / 32;
+    for (int expert = blockIdx.y; expert < a.E; expert += gridDim.y) {
+        int next = 0;  // first slot not looked at yet; the same in every thread
+        while (next < all) {
+            // The next sixteen slots of this expert, ascending, by the first warp.
+            if (warp_id() == 0) {
+                int count = 0, at = next;
+                while (at < all && count < 16) {
+                    const int slot = at + lane_id();
+                    const unsigned mine = __ballot_sync(FULL_WARP, slot < all && a.ids[slot] == expert);
+                    const int before = __popc(mine & ((1u << lane_id()) - 1u));
+                    if (mine >> lane_id() & 1u && count + before < 16) slots[count + before] = slot;
+                    const int taken = __popc(mine);
+                    if (count + taken > 16) {  // go on after the sixteenth
+                        __syncwarp();
+                        at = slots[15] + 1;
+                        count = 16;
+                    } else {
+                        count += taken;
+                        at += 32;
+                    }
+                }
+                if (lane_id() == 0) {
+                    found = count;
+                    resume = at;
+                }
+            }
+            __syncthreads();
+            const int count = found;
+            next = resume;
+            if (count > 0) {
+                for (int unit = blockIdx.x * warp_count() + warp_id(); unit < tiles; unit += gridDim.x * warp_count()) {
+                    const bool is_second = unit >= tiles0;
+                    const Weight &w = is_second ? a.w[1] : a.w[0];
+                    const int n0 = (is_second ? unit - tiles0 : unit) * TILE_COLUMNS;
+                    const int valid = w.n - n0 < TILE_COLUMNS ? w.n - n0 : TILE_COLUMNS;
+                    TileRows in;
+                    float *outs[2];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int row = lane_id() / 4 + 8 * i;
+                        const int slot = slots[row < count ? row : 0];
+                        const long long at = a.per_slot ? slot : slot / a.T;
+                        in.q[i] = a.xq + at * k;
+                        in.d[i] = a.xd + at * groups;
+                        in.gsum[i] = a.gsum + at * groups;
+                        outs[i] = row < count ? a.y + (long long)slot * total + (is_second ? a.w[0].n : 0) + n0 : nullptr;
+                    }
+                    float y[4][4];
+                    tile_16x32(w, (long long)expert * w.n + n0, valid, in, y);
+                    store_tile(y, valid, outs[0], outs[1]);
+                }
+            }
+            __syncthreads();
         }
     }
 }

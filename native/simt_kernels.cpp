@@ -23,6 +23,8 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_matmul_m2, MatmulArgs),
         SIMT_KERNEL(k_matmul_m4, MatmulArgs),
         SIMT_KERNEL(k_matmul_m8, MatmulArgs),
+        SIMT_KERNEL(k_matmul_tiled, MatmulArgs),
+        SIMT_KERNEL(k_moe_matmul_tiled, MoeMatmulArgs),
         SIMT_KERNEL(k_qk_norm_cpu, QkNormArgs),
         SIMT_KERNEL(k_rope, RopeArgs),
         SIMT_KERNEL(k_kv_append, KvAppendArgs),

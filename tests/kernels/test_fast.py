@@ -42,7 +42,9 @@ def test_modes_choose_kernels() -> None:
     config = tiny_config("qwen3_moe")
     model = make_model(config, backend=SimtBackend(), slots=8)
     ops = model.step(1, 1, "off").ops
-    names = {mode: {launch.kernel for launch in plan(ops, mode).main} for mode in ("fast", "bitexact", "l2exact")}
+    names = {
+        mode: {launch.kernel for launch in plan(ops, mode).main} for mode in ("fast", "bitexact", "l2exact")
+    }
     assert not any("fast" in name for name in names["l2exact"])
     assert {"k_attn_stage", "k_norm_router_fast", "k_gate_up_u2_fast"} <= names["bitexact"]
     assert "k_attn_stage_fast" in names["fast"]

@@ -247,6 +247,39 @@ def test_moe_combine(rng: np.random.Generator, rows: int, chosen: int, width: in
     Case("moe_combine", arrays, M=rows, T=chosen, H=width).check()
 
 
+@pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 50])
+def test_tiles(rng: np.random.Generator, wtype: WType, rows: int) -> None:
+    tuning = Tuning(tiled_rows=1)
+    case = matmul_case(rng, [wtype, WType.q8local, wtype], [70, 32, 3], 416, rows)
+    assert case.launches(tuning)[0].kernel == "k_matmul_tiled"
+    case.check(tuning, seed=rows)
+
+
+@pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
+@pytest.mark.parametrize(
+    ("rows", "chosen", "experts"), [(1, 1, 1), (40, 3, 5), (33, 2, 2), (16, 8, 40), (70, 1, 3)]
+)
+@pytest.mark.parametrize("per_slot", [0, 1])
+def test_tiles_of_experts(
+    rng: np.random.Generator, wtype: WType, rows: int, chosen: int, experts: int, per_slot: int
+) -> None:
+    k, sizes = 96, [40] if per_slot else [33, 33]
+    inputs = rows * chosen if per_slot else rows
+    arrays = {
+        "ids": np.stack([rng.permutation(experts)[:chosen] for _ in range(rows)]).astype(np.int32),
+        "x": values(rng, inputs, k),
+        "y": f32(rows, chosen, sum(sizes)),
+        **quantised(rng, inputs, k),
+    }
+    weights = [tensor(rng, wtype, n, k, experts) for n in sizes]
+    numbers = {"M": rows, "T": chosen, "E": experts, "per_slot": per_slot}
+    tuning = Tuning(tiled_rows=1)
+    case = Case("moe_matmul", arrays, weights, **numbers)
+    assert case.launches(tuning)[0].kernel == "k_moe_matmul_tiled"
+    case.check(tuning, seed=rows)
+
+
 # -- attention -------------------------------------------------------------------------------------
 
 
