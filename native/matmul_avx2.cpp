@@ -227,6 +227,13 @@ struct RowTask {
     static const int *slots() { return WType == KESTREL_Q4LOCAL ? kLaneOfSlotQ4 : kLaneOfSlotQ8; }
 };
 
+// Asks for what the next R rows hold at block b of row r: the hardware stops at page ends and restarts at each array.
+template <int GroupBytes>
+inline void prefetch_block(const char *codes, const unsigned short *scale, int b) {
+    for (int line = 0; line < 8 * GroupBytes; line += 64) _mm_prefetch(codes + line, _MM_HINT_T0);
+    if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char *>(scale), _MM_HINT_T0);  // 4 blocks of scales a line
+}
+
 // Rows n .. n+R-1 times C inputs: accumulators in slot order. The rows' loads and chains of fma overlap.
 template <int WType, int R, int C>
 inline void accumulate_rows(const RowTask<WType> &t, int64_t n, __m256 (&acc)[R][C]) {
@@ -241,6 +248,7 @@ inline void accumulate_rows(const RowTask<WType> &t, int64_t n, __m256 (&acc)[R]
     for (int b = 0; b < blocks; b++, codes += 8 * t.kGroupBytes, scale += 8) {
         for (int c = 0; c < C; c++) in[c] = t.arranged + c * stride + b;
         for (int r = 0; r < R; r++) {
+            prefetch_block<RowTask<WType>::kGroupBytes>(codes + (R + r) * row_bytes, scale + (R + r) * t.groups, b);
             dots<WType, C>(codes + r * row_bytes, in, dot);
             const __m256 scales = _mm256_cvtph_ps(_mm_shuffle_epi8(load128(scale + r * t.groups), t.shuffle));
             for (int c = 0; c < C; c++) acc[r][c] = accumulate(acc[r][c], dot[c], scales, *in[c]);
@@ -311,24 +319,26 @@ inline __m256 load_bf16(const unsigned short *p) {
 // R weight rows times C inputs; lanes are k mod 8 as the contract has them. R * C independent chains of fma.
 template <int R, int C>
 inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int c0) {
-    const int k = task.w.k, full = k / 8 * 8, rest = k % 8;
-    const auto *w = static_cast<const unsigned short *>(task.w.codes) + static_cast<int64_t>(n) * k;
+    const int64_t k = task.w.k, full = k / 8 * 8, rest = k % 8;
+    const auto *w = static_cast<const unsigned short *>(task.w.codes) + n * k;
     __m256 acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) acc[r][c] = _mm256_setzero_ps();
-    for (int i = 0; i < full; i += 8) {
+    for (int64_t i = 0; i < full; i += 8) {
         __m256 xs[C];
         for (int c = 0; c < C; c++) xs[c] = _mm256_loadu_ps(x[c] + i);
         for (int r = 0; r < R; r++) {
-            const __m256 ws = load_bf16(w + static_cast<int64_t>(r) * k + i);
+            const unsigned short *row = w + r * k + i;
+            if (C == 1 && i % 32 == 0) _mm_prefetch(reinterpret_cast<const char *>(row + R * k), _MM_HINT_T0);
+            const __m256 ws = load_bf16(row);
             for (int c = 0; c < C; c++) acc[r][c] = _mm256_fmadd_ps(ws, xs[c], acc[r][c]);
         }
     }
     if (rest != 0) {
-        const __m256i mask = lane_mask(rest);
+        const __m256i mask = lane_mask(static_cast<int>(rest));
         for (int r = 0; r < R; r++) {
             alignas(16) unsigned short copy[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            std::memcpy(copy, w + static_cast<int64_t>(r) * k + full, rest * sizeof(unsigned short));
+            std::memcpy(copy, w + r * k + full, rest * sizeof(unsigned short));
             const __m256 ws = load_bf16(copy);
             for (int c = 0; c < C; c++)
                 acc[r][c] = _mm256_blendv_ps(

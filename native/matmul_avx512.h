@@ -227,6 +227,15 @@ void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *work
         for (int c = 0; c < C; c++) acc[c] = _mm512_setzero_ps();
         for (int block = 0; block < blocks; block++) {
             for (int c = 0; c < C; c++) in[c] = arranged + c * stride + block;
+            // The same block of the next two rows: the hardware stops at page ends and restarts at each array.
+            for (int line = 0; line < block_bytes; line += 64) {
+                _mm_prefetch(a + 2 * row_bytes + line, _MM_HINT_T0);
+                _mm_prefetch(b + 2 * row_bytes + line, _MM_HINT_T0);
+            }
+            if (block % 4 == 0) {
+                _mm_prefetch(reinterpret_cast<const char *>(scale_a + 2 * groups), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char *>(scale_b + 2 * groups), _MM_HINT_T0);
+            }
             if (q4)
                 dots_q4<C, false>(a, b, 8, in, dot);
             else
