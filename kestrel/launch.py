@@ -18,6 +18,7 @@ from kestrel.ops import L2HashArgs, Op, WType
 Mode = Literal["fast", "bitexact", "l2exact"]
 Dim3 = tuple[int, int, int]
 
+ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
@@ -46,7 +47,8 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 160
     router_threads: int = 128
-    argmax_threads: int = 1024
+    argmax_threads: int = 256
+    argmax_blocks: int = 64  # of one row, at most
     stage_warps: int = 8  # of the stages that begin with a norm
     stage_max_blocks: int = 400  # more blocks than this do not norm a row each for itself
     gate_up_warps: int = 8
@@ -277,7 +279,9 @@ def _moe_combine(a: Any, t: Tuning) -> list[Launch]:
 
 def _argmax(a: Any, t: Tuning) -> list[Launch]:
     threads = min(t.argmax_threads, _round_up(a.V, 32))
-    return [Launch("k_argmax", (a.M, 1, 1), (threads, 1, 1), 0, a)]
+    several = a.M <= ARGMAX_ROWS
+    blocks = min(t.argmax_blocks, ARGMAX_BLOCKS, _ceil(a.V, 4 * threads)) if several else 1
+    return [Launch("k_argmax", (blocks, min(a.M, 65535), 1), (threads, 1, 1), 0, a)]
 
 
 def _hash_threads(nbytes: int, t: Tuning) -> int:
