@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.checkpoint import Checkpoint
+from kestrel.checkpoints.quantize import Q4_SCALES, Q4Scale, dequantize, quantize
+from kestrel.checkpoints.source import open_source
+from kestrel.checkpoints.source_model import Checkpoint
 from kestrel.cpu import CpuBackend
 from kestrel.model import Model
 from kestrel.ops import WType
-from kestrel.quantize import Q4_SCALES, Q4Scale, dequantize, quantize
-from kestrel.source import open_source
 from kestrel.weights import Weights, stored_wtype
 
 F32 = npt.NDArray[np.float32]

@@ -22,10 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.checkpoint import Checkpoint, SourceTensor
-from kestrel.cli import command_parser, count, note, progress_bar, run_command
-from kestrel.errors import KestrelError, ModelError, UsageError
-from kestrel.folder_writer import (
+from kestrel.checkpoints.folder_writer import (
     check_destination,
     check_disk,
     hashing,
@@ -36,10 +33,20 @@ from kestrel.folder_writer import (
     write_at,
     write_file,
 )
-from kestrel.manifest import MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest, TensorRecord
+from kestrel.checkpoints.manifest import MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest, TensorRecord
+from kestrel.checkpoints.quantize import (
+    DEFAULT_Q4_SCALE,
+    Q4_SCALES,
+    Q4Scale,
+    RangeError,
+    check_finite,
+    quantize_rows,
+)
+from kestrel.checkpoints.source import open_source
+from kestrel.checkpoints.source_model import Checkpoint, SourceTensor
+from kestrel.cli import command_parser, count, note, progress_bar, run_command
+from kestrel.errors import KestrelError, ModelError, UsageError
 from kestrel.ops import WType
-from kestrel.quantize import DEFAULT_Q4_SCALE, Q4_SCALES, Q4Scale, RangeError, check_finite, quantize_rows
-from kestrel.source import open_source
 from kestrel.weights import GROUP, stored_wtype
 
 _BLOCK = 2**21  # weights read and quantised at a time: bounds memory whatever the size of a tensor
@@ -69,7 +76,7 @@ def convert(
     """Convert ``source`` into the new folder ``destination``, which appears complete or not at all.
 
     ``head_wtype`` is the format of embedding and head: q8local by default when ``wtype`` is q4local, else
-    ``wtype``. ``q4_scale`` names a way to choose q4local scales (``kestrel.quantize.Q4_SCALES``).
+    ``wtype``. ``q4_scale`` names a way to choose q4local scales (``kestrel.checkpoints.quantize.Q4_SCALES``).
     ``progress`` is called with the weights done and the weights in all. Peak memory depends on
     neither the size of the model nor that of its largest tensor. The same source gives the same bytes.
 

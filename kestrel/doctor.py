@@ -168,7 +168,7 @@ def _models() -> dict[str, Any]:
 
 
 def _model(folder: Path) -> str:
-    from kestrel.manifest import read_manifest
+    from kestrel.checkpoints.manifest import read_manifest
 
     try:
         manifest = read_manifest(folder)

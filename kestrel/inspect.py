@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kestrel.checkpoint import Checkpoint, Findings, StoredTensor
+from kestrel.checkpoints.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, read_manifest
+from kestrel.checkpoints.quantize import RangeError, check_finite
+from kestrel.checkpoints.safetensors_file import read_header
+from kestrel.checkpoints.source import open_source
+from kestrel.checkpoints.source_model import Checkpoint, Findings, StoredTensor
 from kestrel.cli import command_parser, progress_bar, run_command, write_out
 from kestrel.config import ModelConfig
 from kestrel.errors import ModelError
 from kestrel.kvcache import KVCache
-from kestrel.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, read_manifest
 from kestrel.ops import WType
-from kestrel.quantize import RangeError, check_finite
-from kestrel.safetensors_file import read_header
-from kestrel.source import open_source
 from kestrel.weights import load_model_folder, stored_wtype, tensor_specs
 
 _BLOCK = 2**22  # weights read at a time by --verify

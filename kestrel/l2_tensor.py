@@ -90,8 +90,8 @@ def compare_tensors(
 
 def rerun(dump: Dump, key: Key, model: str | None = None) -> Side:
     """The tensor of ``key`` from a new run of the dump's command."""
+    from kestrel.checkpoints.manifest import read_manifest
     from kestrel.llm import LLM
-    from kestrel.manifest import read_manifest
 
     command = dump.command
     if command is None:

@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from kestrel.backend import Backend
 from kestrel.backends import Placement, choose_mode, make_backend, parse_device
+from kestrel.checkpoints.manifest import read_manifest
 from kestrel.engine import DEFAULT_CHUNK, Engine
 from kestrel.errors import KestrelError, UsageError
 from kestrel.l2_dump import DumpWriter
-from kestrel.manifest import read_manifest
 from kestrel.model import TapLevel
 from kestrel.paths import resolve_model
 from kestrel.sampling import SamplingParams
 from kestrel.stats import Timings
-from kestrel.tokenizer import StopMatcher, StreamDecoder, Tokenizer
+from kestrel.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 from kestrel.weights import load_model_folder
 
 FinishReason = Literal["stop", "eos", "length", "cancelled"]

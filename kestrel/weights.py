@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.checkpoints.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, read_manifest
+from kestrel.checkpoints.safetensors_file import HeaderError, SafetensorsHeader, read_header
 from kestrel.config import ModelConfig
 from kestrel.errors import ModelError
-from kestrel.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, read_manifest
 from kestrel.ops import WType
-from kestrel.safetensors_file import HeaderError, SafetensorsHeader, read_header
 
 GROUP = 32  # weights that share a scale, contract section 1
 

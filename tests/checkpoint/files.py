@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kestrel.checkpoints.quantize import dequantize
 from kestrel.errors import ModelError
 from kestrel.ops import WType
-from kestrel.quantize import dequantize
 from kestrel.weights import QuantTensor, Weights, load_model_folder
 
 Header = dict[str, Any]

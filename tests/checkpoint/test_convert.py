@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kestrel.checkpoints.folder_writer
 import kestrel.convert
-import kestrel.folder_writer
+from kestrel.checkpoints.manifest import read_manifest
+from kestrel.checkpoints.quantize import quantize
+from kestrel.checkpoints.safetensors_file import read_header
 from kestrel.cli import run_command
 from kestrel.convert import convert, main, summarise
 from kestrel.errors import KestrelError, ModelError, UsageError
-from kestrel.manifest import read_manifest
 from kestrel.ops import WType
-from kestrel.quantize import quantize
-from kestrel.safetensors_file import read_header
 from kestrel.weights import QuantTensor, load_model_folder
 from tests.checkpoint.files import assert_equal_bits, edit_json, faults_of, write_safetensors
 from tests.support.folders import clean_environment
@@ -302,7 +302,9 @@ def test_failed_replacement_keeps_the_old_folder(hf: Path, tmp_path: Path) -> No
 
 def test_full_disk_is_named_with_numbers(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        kestrel.folder_writer.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})()
+        kestrel.checkpoints.folder_writer.shutil,
+        "disk_usage",
+        lambda path: type("Usage", (), {"free": 1000})(),
     )
     with pytest.raises(KestrelError, match=r"needs 0\.00 GB, but only 0\.00 GB are free"):
         convert(hf, tmp_path / "k")

@@ -14,13 +14,13 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import kestrel.convert
+from kestrel.checkpoints.quantize import dequantize, dequantize_rows
+from kestrel.checkpoints.source import open_source
 from kestrel.config import RopeConfig
 from kestrel.convert import convert, main
 from kestrel.errors import ModelError
 from kestrel.ops import WType
-from kestrel.quantize import dequantize, dequantize_rows
 from kestrel.rope import inv_freq
-from kestrel.source import open_source
 from kestrel.weights import QuantTensor, load_model_folder
 from tests.checkpoint.files import assert_equal_bits, assert_equal_weights, faults_of, values_of
 from tests.checkpoint.gguf_model import write_gguf_model

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kestrel.checkpoints.hf_config import parse_hf_config
 from kestrel.config import ModelConfig, MoeConfig, RopeConfig
 from kestrel.errors import ModelError
-from kestrel.hf_config import parse_hf_config
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],

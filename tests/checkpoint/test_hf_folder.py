@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kestrel.checkpoints.source import open_source
 from kestrel.convert import convert
 from kestrel.errors import ModelError
 from kestrel.ops import WType
-from kestrel.source import open_source
 from kestrel.weights import load_model_folder, tensor_specs
 from tests.checkpoint.files import (
     assert_equal_bits,

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kestrel.ops import WType
-from kestrel.quantize import (
+from kestrel.checkpoints.quantize import (
     Q4_SCALES,
     Q4Scale,
     RangeError,
@@ -24,6 +23,7 @@ from kestrel.quantize import (
     to_q4local,
     to_q8local,
 )
+from kestrel.ops import WType
 from tests.checkpoint.files import assert_equal_bits
 
 FINITE = st.floats(-1000, 1000, width=32) | st.floats(-(2.0**-13), 2.0**-13, width=32)

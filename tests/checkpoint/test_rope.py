@@ -8,8 +8,8 @@ import mpmath
 import numpy as np
 import pytest
 
+from kestrel.checkpoints.hf_config import parse_hf_config
 from kestrel.config import RopeConfig
-from kestrel.hf_config import parse_hf_config
 from kestrel.rope import attention_factor, inv_freq
 from tests.support.models import tiny_config
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kestrel.checkpoints.manifest import read_manifest
 from kestrel.config import ModelConfig
 from kestrel.convert import convert
-from kestrel.manifest import read_manifest
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, load_model_folder, tensor_specs
 from tests.checkpoint.files import (

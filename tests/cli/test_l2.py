@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kestrel.checkpoints.manifest import WEIGHTS_FILE
+from kestrel.checkpoints.safetensors_file import read_header
 from kestrel.cli import run_command
 from kestrel.errors import KestrelError
 from kestrel.l2 import main
@@ -17,8 +19,6 @@ from kestrel.l2_diff import compare, report
 from kestrel.l2_dump import Dump, read_dump
 from kestrel.l2_fields import BY_NAME, FIELDS, Key, input_keys, markdown, parse_key
 from kestrel.l2_tensor import ulp_distance
-from kestrel.manifest import WEIGHTS_FILE
-from kestrel.safetensors_file import read_header
 from tests.support.folders import converted_model, run_kestrel
 from tests.support.shared import REPOSITORY
 
@@ -109,7 +109,7 @@ def test_a_dump_may_go_to_stdout(model_folder: Path, dumps: Path) -> None:
 
 
 def test_the_header_says_what_it_is(model_folder: Path, dumps: Path) -> None:
-    from kestrel.manifest import read_manifest
+    from kestrel.checkpoints.manifest import read_manifest
 
     found = read_dump(dumps / "standard")
     assert found.header["contract"] == "1"

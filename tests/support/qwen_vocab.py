@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.stream_decoder import CHAR_OF_BYTE
+from kestrel.text.stream_decoder import CHAR_OF_BYTE
 
 # Qwen's own pattern: contractions, letters with one sign before them, digits, signs, line ends, spaces.
 PATTERN = (

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kestrel.stream_decoder import CHAR_OF_BYTE
-from kestrel.tokenizer import Tokenizer
+from kestrel.text.stream_decoder import CHAR_OF_BYTE
+from kestrel.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.tokenizer import Tokenizer
+from kestrel.text.tokenizer import Tokenizer
 from tests.support.difficult_text import ALL_STRINGS
 from tests.support.shared import shared_path
 from tests.support.templates import CONVERSATIONS, STRICT, THINKING, TOOLS

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel.chat_template import render_chat_template, template_variables
 from kestrel.errors import ChatTemplateError, UsageError
+from kestrel.text.chat_template import render_chat_template, template_variables
 from tests.support.templates import CONVERSATIONS, STRICT, THINKING, TOOLS
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -208,5 +208,5 @@ def test_arguments_that_are_not_offered_are_refused_by_name() -> None:
 
 
 def test_jinja2_is_imported_only_by_the_first_chat() -> None:
-    code = "import sys, kestrel.tokenizer, kestrel.chat_template; sys.exit('jinja2' in sys.modules)"
+    code = "import sys, kestrel.text.tokenizer, kestrel.text.chat_template; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,8 +8,8 @@ import json
 import re
 from pathlib import Path
 
-from kestrel.gguf_tokenizer import PRE_TOKENIZERS
-from kestrel.tokenizer import TEMPLATE_FOLDER, TOKENIZER_FILES
+from kestrel.text.gguf_tokenizer import PRE_TOKENIZERS
+from kestrel.text.tokenizer import TEMPLATE_FOLDER, TOKENIZER_FILES
 from tests.support.text_models import byte_level
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "text.md").read_text(encoding="utf-8")

@@ -10,9 +10,9 @@ import gguf
 import pytest
 
 from kestrel.errors import ModelError
-from kestrel.gguf_tokenizer import PRE_TOKENIZERS, merges_from_scores
-from kestrel.stream_decoder import CHAR_OF_BYTE
-from kestrel.tokenizer import Tokenizer, tokenizer_files_from_gguf
+from kestrel.text.gguf_tokenizer import PRE_TOKENIZERS, merges_from_scores
+from kestrel.text.stream_decoder import CHAR_OF_BYTE
+from kestrel.text.tokenizer import Tokenizer, tokenizer_files_from_gguf
 from tests.support.demo_model import demo_gguf
 from tests.support.difficult_text import ALL_STRINGS
 from tests.support.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kestrel.tokenizer import Tokenizer
+from kestrel.text.tokenizer import Tokenizer
 from tests.support.difficult_text import ALL_STRINGS, STRINGS
 from tests.support.qwen_vocab import ADDED_TOKENS, PATTERN, qwen_files, qwen_merges, qwen_ranks
 from tests.text.test_stream_decoder import check_stream

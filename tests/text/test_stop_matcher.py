@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import UsageError
-from kestrel.tokenizer import StopMatcher
+from kestrel.text.tokenizer import StopMatcher
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import ModelError, UsageError
-from kestrel.tokenizer import StreamDecoder, Tokenizer
+from kestrel.text.tokenizer import StreamDecoder, Tokenizer
 from tests.support.text_models import (
     BYTE_LEVEL,
     KINDS,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import ChatTemplateError, ModelError, UsageError
-from kestrel.tokenizer import Tokenizer
+from kestrel.text.tokenizer import Tokenizer
 from tests.support.difficult_text import ALL_STRINGS
 from tests.support.shared import shared_path
 from tests.support.text_models import BYTE_LEVEL, FLAGS, byte_level, make, tokenizer_json
@@ -300,5 +300,5 @@ def test_a_decoder_may_be_absent() -> None:
 
 def test_importing_is_light() -> None:
     heavy = "{'tokenizers', 'jinja2', 'gguf', 'numpy'}"
-    code = f"import sys, kestrel.tokenizer; sys.exit(bool({heavy} & sys.modules.keys()))"
+    code = f"import sys, kestrel.text.tokenizer; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from kestrel.checkpoint import Checkpoint, Findings
+from kestrel.checkpoints.hf_folder import open_hf_folder
+from kestrel.checkpoints.manifest import MANIFEST_FILE
+from kestrel.checkpoints.source_model import Checkpoint, Findings
 from kestrel.errors import ModelError
-from kestrel.hf_folder import open_hf_folder
-from kestrel.manifest import MANIFEST_FILE
 
 
 def open_source(path: Path | str, findings: Findings | None = None) -> Checkpoint:
@@ -35,7 +35,7 @@ def open_source(path: Path | str, findings: Findings | None = None) -> Checkpoin
     except OSError as error:
         raise ModelError(where, [f"cannot be read: {error.strerror}"]) from None
     if magic == b"GGUF":
-        from kestrel.gguf import open_gguf
+        from kestrel.checkpoints.gguf import open_gguf
 
         return open_gguf(source, findings)
     if source.name.endswith(".safetensors"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kestrel.errors import UsageError
 
 if TYPE_CHECKING:
-    from kestrel.tokenizer import Tokenizer
+    from kestrel.text.tokenizer import Tokenizer
 
 
 class StreamDecoder:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel.errors import ChatTemplateError, ModelError, UsageError
-from kestrel.stream_decoder import StopMatcher, StreamDecoder, decoder_steps
+from kestrel.text.stream_decoder import StopMatcher, StreamDecoder, decoder_steps
 
 if TYPE_CHECKING:
     import gguf
@@ -156,7 +156,7 @@ class Tokenizer:
         ``chat_template`` is the name of one of the model's templates, or the text of another. ``extra``
         reaches the template by name. Encode the result with ``add_special_tokens=False``.
         """
-        from kestrel.chat_template import render_chat_template
+        from kestrel.text.chat_template import render_chat_template
 
         template = self._chat_template(chat_template, tools is not None)
         if enable_thinking is not None:
@@ -171,7 +171,7 @@ class Tokenizer:
 
     def chat_template_variables(self) -> frozenset[str]:
         """Names that the model's templates read from outside, for instance ``enable_thinking``."""
-        from kestrel.chat_template import template_variables
+        from kestrel.text.chat_template import template_variables
 
         return frozenset().union(*map(template_variables, self.chat_templates.values()))
 
@@ -195,8 +195,8 @@ class Tokenizer:
 
 
 def tokenizer_files_from_gguf(reader: gguf.GGUFReader) -> dict[str, bytes]:
-    """Tokenizer files made from the metadata of a GGUF file; see ``kestrel.gguf_tokenizer``."""
-    from kestrel.gguf_tokenizer import tokenizer_files_from_gguf as build
+    """Tokenizer files made from the metadata of a GGUF file; see ``kestrel.text.gguf_tokenizer``."""
+    from kestrel.text.gguf_tokenizer import tokenizer_files_from_gguf as build
 
     files: dict[str, bytes] = build(reader)
     return files

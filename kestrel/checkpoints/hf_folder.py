@@ -10,7 +10,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kestrel.checkpoint import (
+from kestrel.checkpoints.hf_config import read_hf_config, token_ids
+from kestrel.checkpoints.safetensors_file import (
+    FLOAT_DTYPES,
+    HeaderError,
+    SafetensorsHeader,
+    TensorEntry,
+    read_header,
+    read_rows,
+)
+from kestrel.checkpoints.source_model import (
     F32,
     Checkpoint,
     Findings,
@@ -21,15 +30,6 @@ from kestrel.checkpoint import (
 )
 from kestrel.config import ModelConfig
 from kestrel.errors import ModelError
-from kestrel.hf_config import read_hf_config, token_ids
-from kestrel.safetensors_file import (
-    FLOAT_DTYPES,
-    HeaderError,
-    SafetensorsHeader,
-    TensorEntry,
-    read_header,
-    read_rows,
-)
 from kestrel.weights import TensorSpec, tensor_specs
 
 INDEX_FILE = "model.safetensors.index.json"

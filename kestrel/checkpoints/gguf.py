@@ -19,14 +19,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.checkpoint import F32, Checkpoint, Findings, Packed, SourceTensor, StoredTensor
+from kestrel.checkpoints.hf_config import token_ids
+from kestrel.checkpoints.hf_folder import name_list
+from kestrel.checkpoints.safetensors_file import read_exactly
+from kestrel.checkpoints.source_model import F32, Checkpoint, Findings, Packed, SourceTensor, StoredTensor
 from kestrel.config import Family, ModelConfig, MoeConfig, RopeConfig
 from kestrel.errors import KestrelError, ModelError
-from kestrel.hf_config import token_ids
-from kestrel.hf_folder import name_list
 from kestrel.ops import WType
 from kestrel.rope import inv_freq
-from kestrel.safetensors_file import read_exactly
 from kestrel.weights import TensorSpec, tensor_specs
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _check_extents(tensors: dict[str, _Tensor], size: int, faults: list[str]) ->
 
 
 def _side_files(reader: GGUFReader, faults: list[str]) -> dict[str, bytes]:
-    from kestrel.gguf_tokenizer import tokenizer_files_from_gguf
+    from kestrel.text.gguf_tokenizer import tokenizer_files_from_gguf
 
     if "tokenizer.ggml.model" not in reader.fields:
         return {}

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kestrel.checkpoints.manifest import MANIFEST_FILE, FileRecord
 from kestrel.errors import KestrelError, UsageError
-from kestrel.manifest import MANIFEST_FILE, FileRecord
 from kestrel.ops import WType
 from kestrel.weights import TensorSpec
 

@@ -1,0 +1,1 @@
+"""Files that hold models: reading, checking, converting and writing them."""
