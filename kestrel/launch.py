@@ -45,7 +45,7 @@ class Tuning:
     kv_warps: int = 4
     attention_heads: int = 8  # query heads of a block, at most
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
-    attention_threads: int = 160
+    attention_threads: int = 256
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -310,11 +310,10 @@ _BUILDERS: dict[str, Callable[[Any, Tuning], list[Launch]]] = {
     "l2_hash": _l2_hash,
 }
 
-# Kernels with a fast form; it takes the launch of its exact one. Attention stays exact in mode bitexact.
+# Kernels with a fast form; it takes the launch of its exact one. What attention reads and does (QK-norm, RoPE, the
+# cache, the scores) stays exact in mode bitexact.
 _FAST = {
     "k_rms_norm_cpu": "k_rms_norm_fast",
-    "k_qk_norm_cpu": "k_qk_norm_fast",
-    "k_rope": "k_rope_fast",
     "k_swiglu": "k_swiglu_fast",
     **{
         name: f"{name}_fast"
@@ -331,7 +330,12 @@ _FAST = {
         )
     },
 }
-_FAST_ATTENTION = {"k_attn_decode_online": "k_attn_fast", "k_attn_stage": "k_attn_stage_fast"}
+_FAST_ATTENTION = {
+    "k_qk_norm_cpu": "k_qk_norm_fast",
+    "k_rope": "k_rope_fast",
+    "k_attn_decode_online": "k_attn_fast",
+    "k_attn_stage": "k_attn_stage_fast",
+}
 
 
 def in_mode(found: Sequence[Launch], mode: Mode) -> list[Launch]:

@@ -49,3 +49,6 @@ def test_modes_choose_kernels() -> None:
     assert {"k_attn_stage", "k_norm_router_fast", "k_gate_up_u2_fast"} <= names["bitexact"]
     assert "k_attn_stage_fast" in names["fast"]
     assert "k_attn_stage" not in names["fast"]
+
+    prompt = {launch.kernel for launch in plan(model.step(5, 1, "off").ops, "bitexact").main}
+    assert {"k_qk_norm_cpu", "k_rope", "k_kv_append", "k_attn_decode_online"} <= prompt
