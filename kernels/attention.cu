@@ -8,6 +8,7 @@
 // more chunks of 256 positions. Chunks merge left to right: within the block when it walks all of them, otherwise by
 // the last block of those heads, from partial states in `work`.
 #include "attention_chunk.cuh"
+#include "warp_rows.cuh"
 
 // V rows of a chunk on their way to shared memory; position t_new from sh.new_row.
 DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int t_new) {
@@ -96,8 +97,14 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
             // The first chunk's rows travel while the queries are made.
             const int begin = b.slot * CHUNK, count = pos - begin < CHUNK ? pos - begin : CHUNK;
             const long long slot0 = (long long)a.base[b.m] + begin;
-            for (int t = threadIdx.x; t < count; t += blockDim.x)
-                for (int at = 0; at < a.hd; at += 128) prefetch_l2(a.kq + ((slot0 + t) * a.nkv + b.kv) * a.hd + at);
+            for (int t = threadIdx.x; t < count; t += blockDim.x) {
+                const long long row = (slot0 + t) * a.nkv + b.kv;
+                for (int at = 0; at < a.hd; at += 128) prefetch_l2(a.kq + row * a.hd + at);
+                if (t % 4 == 0) {
+                    prefetch_l2(a.ks + row);
+                    prefetch_l2(a.vs + row);
+                }
+            }
             const bool has_new = (chunks - 1) % b.slots == b.slot;
             make_rows(*st, sh, b.h0, b.heads, b.kv, has_new, b.slot == 0, has_new && b.first_of_kv);
             quantize_queries(a, sh, sh.rows, a.hd + 4, b.heads);
@@ -169,6 +176,11 @@ KERNEL LAUNCH_BOUNDS(512) void k_attn_decode_online(const AttentionArgs a) {
 // One row: q and k norm, RoPE, KV append, attention and the a8 of its result. Grid (chunk slots, nkv * slices).
 KERNEL LAUNCH_BOUNDS(512) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
+    prefetch_ranges(a.next);
+    if (32 * (int)threadIdx.x < a.attn.hd && a.has_norm) {
+        prefetch_l2(a.q_norm.w + 32 * threadIdx.x);
+        prefetch_l2(a.k_norm.w + 32 * threadIdx.x);
+    }
     wait_for_previous();
     start_next();
     attention_block(a.attn, &a, shared);

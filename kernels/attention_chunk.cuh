@@ -395,6 +395,8 @@ DEVICE float *partial_state(const AttentionArgs &a, int chunk, int m, int h) {
     return states + (((long long)chunk * a.M + m) * a.nh + h) * (a.hd + 4);
 }
 
+#define MERGE_AHEAD 12  // chunks whose states a merging thread has in flight
+
 // Merges the partial states of a row's chunks, left to right, into run and l.
 DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, int m, int h0, int heads, int chunks) {
     const int quads = a.hd / 4;
@@ -408,10 +410,12 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
             warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, before);
             __syncwarp();
             for (int c = lane_id(); c < count; c += 32) {
+                const float sum = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd + 1);
                 const float right = sh.s[j * CHUNK + c], merged = sh.max[j * CHUNK + c];
                 const float left = c == 0 ? before : sh.max[j * CHUNK + c - 1];
                 sh.c[j * CHUNK + c] = exp_form(left - merged);
                 sh.w[j * CHUNK + c] = exp_form(right - merged);
+                sh.s[j * CHUNK + c] = sum;
             }
             __syncwarp();
             if (lane_id() == 0) sh.m[j] = sh.max[j * CHUNK + count - 1];
@@ -424,7 +428,7 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
             if (is_sum) {
                 float l = sh.l[j];
                 for (int c = 0; c < count; c++) {
-                    const float right = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd + 1);
+                    const float right = sh.s[j * CHUNK + c];
                     l = c0 + c == 0 ? right : merge_one(l, right, fa[c], fb[c]);
                 }
                 sh.l[j] = l;
@@ -432,10 +436,19 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
                 const int at = 4 * (item % quads);
                 float4 *const run = (float4 *)(sh.run + j * a.hd + at);
                 float4 acc = *run;
-#pragma unroll 4
-                for (int c = 0; c < count; c++) {
-                    const float4 right = load_l2((const float4 *)(partial_state(a, c0 + c, m, h0 + j) + at));
-                    acc = c0 + c == 0 ? right : merge_four(acc, right, fa[c], fb[c]);
+                const float *const first = partial_state(a, c0, m, h0 + j) + at;
+                const long long stride = (long long)a.M * a.nh * (a.hd + 4);  // floats from chunk to chunk
+#pragma unroll 1
+                for (int b0 = 0; b0 < count; b0 += MERGE_AHEAD) {
+                    float4 right[MERGE_AHEAD];
+#pragma unroll
+                    for (int i = 0; i < MERGE_AHEAD; i++)
+                        if (b0 + i < count) right[i] = load_l2((const float4 *)(first + (b0 + i) * stride));
+#pragma unroll
+                    for (int i = 0; i < MERGE_AHEAD; i++) {
+                        const int c = b0 + i;
+                        if (c < count) acc = c0 + c == 0 ? right[i] : merge_four(acc, right[i], fa[c], fb[c]);
+                    }
                 }
                 *run = acc;
             }

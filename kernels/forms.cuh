@@ -1,5 +1,5 @@
-// The exact and the fast form of what the contract orders or defines. The same kernels compile twice: with KESTREL_FAST they
-// become *_fast kernels, which promise no bits: hardware exp, rsqrt, sine and tree sums.
+// The exact and the fast form of what the contract orders or defines. The same kernels compile twice: with
+// KESTREL_FAST they become *_fast kernels, which promise no bits: hardware exp, rsqrt, sine and tree sums.
 #pragma once
 
 #include "port.cuh"

@@ -5,6 +5,12 @@
 
 #include "op_args.h"
 
+// Weights of a later stage, asked for by a stage that leaves the memory idle. Unused ranges are empty.
+struct PrefetchRanges {
+    const void *start[6];
+    long long bytes[6];
+};
+
 // rms_norm, quantize_a8.
 struct NormA8Args {
     RmsNormArgs norm;
@@ -33,6 +39,7 @@ struct AttentionStageArgs {
     QuantizeA8Args a8;
     float *normed;  // f32[nh + nkv, hd]: q and k after the norm, for taps
     float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, for taps
+    PrefetchRanges next;
     int has_norm;   // 0 | 1
     int has_a8;     // 0 | 1
 };
@@ -44,6 +51,7 @@ struct NormRouterArgs {
     MatmulArgs mm;
     RouterTopkArgs topk;
     unsigned *counter;  // u32[1], zero before and after
+    PrefetchRanges next;
 };
 
 // moe_matmul by gate and up (or matmul: ids null), swiglu, quantize_a8.

@@ -146,6 +146,7 @@ KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
         for (int i = threadIdx.x; i < rows * (w.k / 8); i += blockDim.x)
             copy_async_16(tile + i / (w.k / 8) * pitch + 8 * (i % (w.k / 8)), source + 8 * i);
         if (first == 4 * (int)blockIdx.x) {  // once; block_rms_norm waits
+            prefetch_ranges(a.next);
             start_next();
             block_norm_a8(a.norm, 0, sh);
             if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
@@ -180,6 +181,12 @@ template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
     const A8Row in = {a.mm.xq + in_row * a.mm.w[0].k, a.mm.xd + in_row * groups, a.mm.gsum + in_row * groups};
     const float *const x = a.mm.x + in_row * a.mm.w[0].k;
     for (int g = blockIdx.x; g < F / 32; g += gridDim.x) {
+        // The rows of this warp's later turns come to L2 while the first turn's travel to registers.
+        for (int first = R * (warp_id() + warp_count()); first < 32; first += R * warp_count()) {
+            const long long n = expert * F + 32 * g + first;
+            prefetch_rows(a.mm.w[0], n, R);
+            prefetch_rows(a.mm.w[1], n, R);
+        }
         for (int first = R * warp_id(); first < 32; first += R * warp_count()) {
             const long long n = expert * F + 32 * g + first;
             WarpRows<U, R> gate, up;

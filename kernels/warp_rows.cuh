@@ -6,6 +6,7 @@
 #pragma once
 
 #include "matvec.cuh"
+#include "stage_args.h"
 
 // One a8 row.
 struct A8Row {
@@ -71,6 +72,25 @@ template <int U, int R> struct WarpRowsQ4 {
         }
     }
 };
+
+// Asks L2 for weights of a later stage; all threads of the grid share the work.
+DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
+    const long long block = ((long long)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const long long first = 128 * (block * blockDim.x + threadIdx.x);
+    const long long step = 128ll * gridDim.x * gridDim.y * gridDim.z * blockDim.x;
+#pragma unroll 1
+    for (int i = 0; i < 6; i++)
+        for (long long at = first; at < ranges.bytes[i]; at += step) prefetch_l2((const char *)ranges.start[i] + at);
+}
+
+// Asks L2 for `rows` neighbouring rows of quantised weights; one warp.
+DEVICE void prefetch_rows(const Weight &w, long long n, int rows) {
+    if (w.wtype == KESTREL_BF16) return;
+    const long long groups = w.k / 32, codes = groups * (w.wtype == KESTREL_Q4LOCAL ? 16 : 32);  // bytes of a row
+    for (long long at = 128ll * lane_id(); at < rows * codes; at += 128 * 32)
+        prefetch_l2((const unsigned char *)w.codes + n * codes + at);
+    for (long long at = 64ll * lane_id(); at < rows * groups; at += 64 * 32) prefetch_l2(w.scale + n * groups + at);
+}
 
 // y[r] of up to R neighbouring rows of one matrix, first row n; valid in lanes 0..7. Loads may be started ahead:
 // begin() once, then finish().

@@ -51,6 +51,12 @@ def _struct(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
 
 
 # Mirrors of kernels/stage_args.h.
+PREFETCH_RANGES = 6
+PrefetchRanges = _struct(
+    "PrefetchRanges",
+    ("start", ctypes.c_uint64 * PREFETCH_RANGES),
+    ("bytes", ctypes.c_int64 * PREFETCH_RANGES),
+)
 NormA8Args = _struct("NormA8Args", ("norm", RmsNormArgs), ("a8", QuantizeA8Args))
 NormMatmulArgs = _struct("NormMatmulArgs", ("norm", RmsNormArgs), ("a8", QuantizeA8Args), ("mm", MatmulArgs))
 MatmulAddArgs = _struct("MatmulAddArgs", ("mm", MatmulArgs), ("add", AddArgs))
@@ -64,6 +70,7 @@ AttentionStageArgs = _struct(
     ("a8", QuantizeA8Args),
     ("normed", ctypes.c_uint64),
     ("roped", ctypes.c_uint64),
+    ("next", PrefetchRanges),
     ("has_norm", ctypes.c_int32),
     ("has_a8", ctypes.c_int32),
 )
@@ -74,6 +81,7 @@ NormRouterArgs = _struct(
     ("mm", MatmulArgs),
     ("topk", RouterTopkArgs),
     ("counter", ctypes.c_uint64),
+    ("next", PrefetchRanges),
 )
 GateUpArgs = _struct("GateUpArgs", ("mm", MoeMatmulArgs), ("swiglu", SwigluArgs), ("a8", QuantizeA8Args))
 MoeDownArgs = _struct("MoeDownArgs", ("mm", MoeMatmulArgs), ("combine", MoeCombineArgs), ("add", AddArgs))
@@ -323,7 +331,32 @@ def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list
             stage = Stage(ops[i : i + 1], launches(ops[i], "l2exact", t), _outputs(ops[i]))
         found.append(stage)
         i += len(stage.ops)
+    _ask_ahead(found)
     return found
+
+
+def _ask_ahead(stages: Sequence[Stage]) -> None:
+    """Stages that leave the memory idle ask for the weights of the next stage whose matrices are known."""
+    for i, stage in enumerate(stages):
+        args: Any = stage.launches[0].args
+        if not isinstance(args, (AttentionStageArgs, NormRouterArgs)):
+            continue
+        for later in stages[i + 1 :]:
+            following: Any = later.launches[0].args
+            if isinstance(following, (MatmulAddArgs, NormMatmulArgs)):
+                _set_ranges(args.next, following.mm)
+                break
+
+
+def _set_ranges(ranges: Any, mm: Any) -> None:
+    at = 0
+    for i in range(mm.n_w):
+        weight = mm.w[i]
+        scales = 0 if weight.wtype == WType.bf16 else 2 * weight.n * (weight.k // 32)
+        codes = weight.n * WType(weight.wtype).bytes_per_row(weight.k) - scales
+        for start, nbytes in ((weight.codes, codes), (weight.scale, scales)):
+            ranges.start[at], ranges.bytes[at] = start, nbytes
+            at += 1
 
 
 def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
