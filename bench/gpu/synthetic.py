@@ -21,6 +21,7 @@ from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.cuda.memory import CudaBuffer
 from kestrel.engine import Engine
+from kestrel.launch import Tuning
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, Weights
 from tests.support.dumps import difference, generate
@@ -50,8 +51,8 @@ def qwen3_30b_a3b(layers: int = 48) -> ModelConfig:
 class DeviceWeights(CudaBackend):
     """A backend that has some host arrays on the device already, so that binding them copies nothing."""
 
-    def __init__(self, mode: Any = "l2exact", graph: bool = True) -> None:
-        super().__init__(0, mode, graph)
+    def __init__(self, mode: Any = "l2exact", graph: bool = True, tuning: Tuning | None = None) -> None:
+        super().__init__(0, mode, graph, tuning=tuning)
         self.present: dict[int, CudaBuffer] = {}
 
     def upload(self, array: npt.NDArray[Any]) -> CudaBuffer:
