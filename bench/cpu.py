@@ -34,14 +34,16 @@ from rich.table import Table
 from synthetic import SHAPES, synthetic_weights
 
 from kestrel import _native
+from kestrel.benchmark.shapes import weight_bytes_per_token
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
+from kestrel.doctor import cpu_name
 from kestrel.engine import Engine
 from kestrel.errors import KestrelError, UsageError
 from kestrel.ops import WType
 from kestrel.sampling import SamplingParams
 from kestrel.stats import Timings
-from kestrel.weights import QuantTensor, Weights, load_model_folder
+from kestrel.weights import Weights, load_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_CORRELATION = 0.98  # of the two engines' logits; different activations and KV formats leave about 0.995
@@ -59,12 +61,13 @@ class Rates:
 @dataclass
 class Result:
     model: str
+    cpu: str
     threads: int
     isa: str
     prompt_tokens: int
     generated_tokens: int
     weight_bytes_per_token: int
-    read_gb_per_second: float
+    read_gb_per_second: float  # a plain read by as many threads, median of the rounds
     kestrel: Rates
     llama: Rates | None
     llama_version: str | None
@@ -131,20 +134,6 @@ class LlamaProcess:
         self._process.wait(timeout=60)
 
 
-def bytes_per_token(config: ModelConfig, weights: Weights) -> int:
-    """Weight bytes that a decoded token reads: of stacks the chosen experts, no untied embedding."""
-    total = 0
-    for name, tensor in weights.items():
-        if not isinstance(tensor, QuantTensor):
-            total += tensor.nbytes
-        elif tensor.experts is not None:
-            assert config.moe is not None
-            total += tensor.nbytes * config.moe.top_k // tensor.experts
-        elif name != "embed" or config.tie_word_embeddings:
-            total += tensor.nbytes
-    return total
-
-
 def run_kestrel(engine: Engine, prompt: list[int], count: int) -> tuple[list[int], Timings]:
     timings = Timings()
     params = SamplingParams(temperature=0.0, max_tokens=count + 1)
@@ -186,7 +175,7 @@ def bench(
     try:
         if llama is not None:
             correlation, same = compare_logits(engine, llama, prompt[:64])
-        ours, theirs = Rates(), Rates()
+        ours, theirs, reads = Rates(), Rates(), list[float]()
         generated: list[int] = []
 
         def kestrel_round() -> None:
@@ -208,6 +197,7 @@ def bench(
             for run in order:
                 time.sleep(SETTLE_SECONDS)
                 run()
+            reads.append(_native.read_bandwidth(1 << 28, backend.threads))
             if index >= 0:
                 console.print(f"{name}: round {index + 1} of {args.rounds}")
         for rates in (ours, theirs):
@@ -217,12 +207,13 @@ def bench(
             llama.close()
     return Result(
         model=name,
+        cpu=cpu_name(),
         threads=backend.threads,
         isa=backend.isa,
         prompt_tokens=args.prompt,
         generated_tokens=args.generate,
-        weight_bytes_per_token=bytes_per_token(config, weights),
-        read_gb_per_second=_native.read_bandwidth(1 << 28, backend.threads),
+        weight_bytes_per_token=weight_bytes_per_token(config, weights),
+        read_gb_per_second=statistics.median(reads),
         kestrel=ours,
         llama=theirs if llama is not None else None,
         llama_version=llama.info["version"] if llama is not None else None,
@@ -259,7 +250,8 @@ def show(results: list[Result], console: Console) -> None:
         console.print(
             f"{r.model}: {r.threads} threads, {r.prompt_tokens} prompt tokens, "
             f"{r.generated_tokens} decoded tokens, {len(r.kestrel.prompt)} rounds, "
-            f"{r.weight_bytes_per_token / 1e6:.1f} MB of weights a token, plain read {r.read_gb_per_second:.1f} GB/s"
+            f"{r.weight_bytes_per_token / 1e6:.1f} MB of weights a token, "
+            f"plain read {r.read_gb_per_second:.1f} GB/s, {r.cpu}"
         )
 
 
@@ -352,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KestrelError, ValueError) as error:
         log.print(f"bench/cpu.py: {error}", style="red")
         return 1
-    show(results, Console())
+    show(results, Console(width=None if sys.stdout.isatty() else 110))
     if args.json is not None:
         args.json.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n", encoding="utf-8")
     return 0

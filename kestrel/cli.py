@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": "make a model folder from a Hugging Face folder or a GGUF file",
     "inspect": "show a model's config, tensors and bytes, and what would be refused",
     "l2": "dump the hashes of every value of a run, and compare two dumps",
+    "bench": "time a model: ms per token, bandwidth, memory, and a hash of the output",
     "doctor": "report on this machine: CPU, GPU, packages, models",
     "demo": "fetch a small real model and decode with it",
 }

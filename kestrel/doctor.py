@@ -70,7 +70,7 @@ def _kestrel() -> dict[str, Any]:
 
 
 def _cpu(bench: bool) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": _cpu_name(), "memory_gb": _memory_gb()}
+    facts: dict[str, Any] = {"name": cpu_name(), "memory_gb": _memory_gb()}
     try:
         from kestrel import _native
     except ImportError as error:
@@ -96,7 +96,8 @@ def _cpu(bench: bool) -> dict[str, Any]:
     return facts
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the system names it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
