@@ -22,3 +22,11 @@ extern "C" __global__ void k_fill_scales(unsigned short *out, long long n, unsig
         out[i] = half;
     }
 }
+
+// f32, size * (0.75 .. 1.25).
+extern "C" __global__ void k_fill_f32(float *out, long long n, unsigned long long seed, float size) {
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x) {
+        const unsigned r = (unsigned)(mix(seed * 0x9e3779b97f4a7c15ull + (unsigned long long)(i + 1)) >> 32);
+        out[i] = size * (0.75f + 0.5f * (float)(r >> 8) * 5.9604645e-8f);
+    }
+}

@@ -7,6 +7,7 @@ are random, not a trained model: figures of speed and of equal bits mean somethi
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from bench.gpu.context import Context, markdown_table
 from bench.gpu.device_code import DeviceCode
 from bench.gpu.models import decode_milliseconds, prompt
 from bench.gpu.profile import kernel_table
+from kestrel.benchmark.shapes import SHAPES
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
@@ -25,27 +27,15 @@ from kestrel.launch import Tuning
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, Weights
 from tests.support.dumps import difference, generate
-from tests.support.models import random_tensor, tiny_config
+from tests.support.models import random_tensor
 
 PROMPT, DUMPED, GENERATED = 32, 4, 64
+DEPTHS = (0, 1024, 4096, 16384, 32768)
 
 
 def qwen3_30b_a3b(layers: int = 48) -> ModelConfig:
     """The exact shape; ``layers`` may be fewer for a quick run."""
-    return tiny_config(
-        "qwen3_moe",
-        hidden=2048,
-        layers=layers,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        ffn=6144,
-        experts=128,
-        top_k=8,
-        moe_ffn=768,
-        vocab=151936,
-        max_position=40960,
-    )
+    return replace(SHAPES["qwen3-30b-a3b"], num_layers=layers)
 
 
 class DeviceWeights(CudaBackend):
@@ -156,6 +146,40 @@ def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
     }
 
 
+def fill_cache(engine: Engine, backend: DeviceWeights) -> None:
+    """Random KV rows at every slot, so that depth can be timed without running all positions before it."""
+    code, seed = DeviceCode("fill.cu"), 1000
+    with backend.stream:
+        for layer in engine.decode_model.kv.layers:
+            for codes in (layer.kq, layer.vq):
+                seed += 1
+                count = np.int64(int(np.prod(codes.shape)) // 8)
+                code.launch("k_fill_bits", np.uint64(codes.ptr), count, np.uint64(seed))
+            for scales in (layer.ks, layer.vs):
+                seed += 1
+                count = np.int64(int(np.prod(scales.shape)))
+                code.launch("k_fill_f32", np.uint64(scales.ptr), count, np.uint64(seed), np.float32(0.01))
+    backend.synchronize()
+
+
+def depth_table(config: ModelConfig, weights: Weights, present: dict[int, CudaBuffer]) -> list[list[Any]]:
+    """Median ms/token at several depths, exact and fast, in one run; the first row names the columns."""
+    table: list[list[Any]] = [["depth", "l2exact", "fast", "l2exact / fast"]]
+    times: dict[str, list[float]] = {}
+    for mode in ("l2exact", "fast"):
+        backend = DeviceWeights(mode)
+        backend.present = present
+        engine = Engine(config, weights, backend, context=DEPTHS[-1] + 128)
+        fill_cache(engine, backend)
+        times[mode] = [float(np.median(decode_milliseconds(engine, depth, 60))) for depth in DEPTHS]
+        backend.present = {}
+        del engine
+        backend.close()
+    for depth, exact, fast in zip(DEPTHS, times["l2exact"], times["fast"], strict=True):
+        table.append([depth, f"{exact:.3f}", f"{fast:.3f}", f"{exact / fast:.3f}"])
+    return table
+
+
 def prompt_rate(engine: Engine, length: int) -> float:
     """Prompt tokens a second, the better of two runs."""
     ids = prompt(length, engine.config.vocab_size)
@@ -207,6 +231,8 @@ def experiment(context: Context) -> dict[str, Any]:
     print(markdown_table(kernels[0], kernels[1:]), flush=True)
     rows = [[name, *(f"{v:.3f}" for v in values)] for name, values in timings.items()]
     print(markdown_table(head, rows), flush=True)
+    depths = depth_table(config, weights, gpu.present)
+    print(markdown_table(depths[0], depths[1:]), flush=True)
     cpu_times = decode_milliseconds(reference, 100, 10)
     gpu.close()
     return {
@@ -222,6 +248,7 @@ def experiment(context: Context) -> dict[str, Any]:
         "spread": spread,
         "prompt_tokens_per_second": prompt_rates,
         "kernels_at_1024": kernels,
+        "ms_per_token_by_depth": depths,
         "timings_ms": {"columns": head[1:], **timings},
     }
 

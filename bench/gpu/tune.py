@@ -1,8 +1,8 @@
 """Launch parameters tried out: the time of each kernel of a decode step under other values of Tuning.
 
-    python -m bench.gpu.tune --layers 8 --depth 1024 attention_threads=96,160,256 attention_slots=16,64
+python -m bench.gpu.tune --layers 8 --depth 1024 attention_threads=96,160,256 attention_slots=16,64
 
-Parameters vary one at a time, from the defaults. Bits do not depend on them (stage ``geometry`` of gpu_test.py).
+python -m bench.gpu.tune --depth 1024 attention_threads=96,160,256 attention_slots=16,64
 """
 
 from __future__ import annotations
