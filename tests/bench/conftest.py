@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from kestrel.benchmark.shapes import SHAPES
+from kestrel.benchmark.synthetic import host_weights, pending_weights
+from kestrel.config import ModelConfig, MoeConfig
+from kestrel.ops import WType
+from kestrel.weights import Weights
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own settings change no test."""
+    for name in list(os.environ):
+        if name.startswith(("KESTREL_", "VLLM_")) and name != "KESTREL_SHARED":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def small_config() -> ModelConfig:
+    """The 30B shape made small in every direction."""
+    return replace(
+        SHAPES["qwen3-30b-a3b"],
+        hidden_size=128,
+        num_layers=2,
+        vocab_size=500,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position=1024,
+        moe=MoeConfig(num_experts=8, top_k=2, intermediate_size=64, norm_topk_prob=True),
+    )
+
+
+@pytest.fixture(scope="session")
+def small_weights(small_config: ModelConfig) -> Weights:
+    return host_weights(pending_weights(small_config, WType.q4local, WType.q8local))
+
+
+@pytest.fixture
+def small_shape(small_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name under which the commands of this process know ``small_config``."""
+    monkeypatch.setitem(SHAPES, "small", small_config)
+    return "small"
