@@ -6,6 +6,7 @@ are random, not a trained model: figures of speed and of equal bits mean somethi
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,25 @@ def make_weights(config: ModelConfig, backend: DeviceWeights) -> Weights:
     return w
 
 
+def digest(*arrays: npt.NDArray[Any]) -> str:
+    """A short hash of the bytes of arrays, to compare runs by."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]
+
+
+def weights_digest(weights: Weights) -> str:
+    """Of the first bytes of every tensor."""
+    parts = [t.codes.reshape(-1)[:4096] if isinstance(t, QuantTensor) else t for t in weights.values()]
+    scales = [
+        t.scale.reshape(-1)[:4096]
+        for t in weights.values()
+        if isinstance(t, QuantTensor) and t.scale is not None
+    ]
+    return digest(*parts, *scales)
+
+
 def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
     """Which experts the layers chose for random tokens after the text, and the range of activations."""
     model, config = engine.decode_model, engine.config
@@ -143,6 +163,7 @@ def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
         "residual_rms": float(np.sqrt(np.mean(x**2))),
         "logits_rms": float(np.sqrt(np.mean(logits**2))),
         "logits_max": float(logits.max()),
+        "digest": digest(counts, x, logits),
     }
 
 
@@ -200,7 +221,7 @@ def experiment(context: Context) -> dict[str, Any]:
     weights = make_weights(config, gpu)
     made = time.perf_counter() - begin
     size = sum(t.nbytes for t in weights.values())
-    print(f"    {size / 1e9:.2f} GB of weights made in {made:.1f} s", flush=True)
+    print(f"    {size / 1e9:.2f} GB of weights made in {made:.1f} s: {weights_digest(weights)}", flush=True)
     ids = prompt(PROMPT, config.vocab_size)
     engine = Engine(config, weights, gpu, context=2048)
     reference = Engine(config, weights, CpuBackend(), context=256)
@@ -223,6 +244,9 @@ def experiment(context: Context) -> dict[str, Any]:
     if keys_a_token != 11 * config.num_layers + 2:
         failures.append(f"{keys_a_token} keys a token")
     spread = expert_spread(engine, positions, 64)
+    again, on_cpu = (expert_spread(e, positions, 64) for e in (engine, reference))
+    if spread != again or spread != on_cpu:
+        failures.append(f"op by op: {spread['digest']}, again {again['digest']}, CPU {on_cpu['digest']}")
     print(f"    spread: {spread}", flush=True)
     prompt_rates = {n: prompt_rate(engine, n) for n in (128, 512, 1024)}
     print(f"    prompt tok/s: {prompt_rates}", flush=True)
@@ -240,6 +264,8 @@ def experiment(context: Context) -> dict[str, Any]:
         "summary": f"{found.total} keys, {found.count} differ; same text: {tokens == expected}; "
         f"l2exact graph {timings['l2exact graph'][0]:.3f} ms/token, CPU {np.median(cpu_times):.1f}",
         "weights_bytes": size,
+        "weights_digest": weights_digest(weights),
+        "tokens_digest": digest(np.array(tokens)),
         "keys_a_token": keys_a_token,
         "keys_first_positions": {"total": len(early), "different": wrong_early},
         "keys": {"total": found.total, "different": found.count, "first": found.first},
