@@ -28,7 +28,6 @@ from bench.gpu.context import Context  # noqa: E402
 
 # Stage -> module and function under bench/gpu; loaded when it starts, after the native module was built.
 STAGES = {
-    "native": "compute.native",
     "isa": "ops.isa_levels",
     "compile": "compute.compile_kernels",
     "pytest": "compute.pytest_gpu",
@@ -43,6 +42,7 @@ STAGES = {
     "commands": "compute.commands",
     "sanitizer": "compute.sanitizer",
     "synthetic": "synthetic.experiment",
+    "native": "compute.native",
 }
 
 
