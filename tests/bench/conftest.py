@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from kestrel.benchmark.synthetic import host_weights, pending_weights
 from kestrel.config import ModelConfig, MoeConfig
 from kestrel.ops import WType
 from kestrel.weights import Weights
+from tests.support.folders import converted_model
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +48,8 @@ def small_shape(small_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> s
     """The name under which the commands of this process know ``small_config``."""
     monkeypatch.setitem(SHAPES, "small", small_config)
     return "small"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted_model(tmp_path_factory.mktemp("models"), "qwen3_moe", max_position=512)

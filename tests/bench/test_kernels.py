@@ -72,19 +72,19 @@ def test_hashes_count_what_they_read(small_config: ModelConfig, small_weights: W
 
 
 def test_the_table_begins_with_what_costs_most() -> None:
-    common: dict[str, Any] = dict(
-        mode="fast",
-        depth=0,
-        grid=(4, 1, 1),
-        threads=128,
-        gb_per_second=100.0,
-        share_of_copy=0.5,
-        registers=32,
-        local_bytes=0,
-        shared_bytes=0,
-        blocks_per_sm=8,
-        occupancy=0.5,
-    )
+    common: dict[str, Any] = {
+        "mode": "fast",
+        "depth": 0,
+        "grid": (4, 1, 1),
+        "threads": 128,
+        "gb_per_second": 100.0,
+        "share_of_copy": 0.5,
+        "registers": 32,
+        "local_bytes": 0,
+        "shared_bytes": 0,
+        "blocks_per_sm": 8,
+        "occupancy": 0.5,
+    }
     rows = [
         Row(kernel="k_small", launches=1, us=5.0, bytes=1000, **common),
         Row(kernel="k_many", launches=48, us=1.0, bytes=100000, **common),

@@ -198,7 +198,7 @@ def test_weights_that_do_not_fit_are_refused(
     small_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(synthetic, "_available_bytes", lambda: 1000)
-    with pytest.raises(KestrelError, match="do not fit: 0.0 GB of memory are available"):
+    with pytest.raises(KestrelError, match=r"do not fit: 0\.0 GB of memory are available"):
         host_weights(pending_weights(small_config, WType.q4local, WType.q8local))
 
 
