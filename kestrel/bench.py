@@ -51,6 +51,7 @@ def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def parse(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
+    parse.__name__ = "list"  # in argparse's message
     return parse
 
 
@@ -195,6 +196,18 @@ def check_usage(args: argparse.Namespace) -> None:
         output.check_output(path)
 
 
+def check_context(args: argparse.Namespace, subject: Subject, depths: Sequence[int]) -> int:
+    """The positions that the tests need. Raises UsageError when the model has fewer."""
+    count: int = max(args.n_prompt, args.n_gen)
+    context = max(depths) + count
+    if context > subject.config.max_position:
+        raise UsageError(
+            f"depth {max(depths)} and {count} tokens need {context} positions, "
+            f"{subject.name} has {subject.config.max_position}: lower -d, -p or -n"
+        )
+    return context
+
+
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check_usage(args)
@@ -202,10 +215,13 @@ def main(argv: list[str] | None = None) -> int:
     device = Placement.choose(args.device).decode
     chosen = variants(args, parse_device(device)[0] == "cuda")
     depths = _flat(args.n_depth, [0])
+    models = list(subjects(args))
+    for subject in models:
+        check_context(args, subject, depths)
     records: list[Record] = []
     failure: BitsDifferError | None = None
     try:
-        for subject in subjects(args):
+        for subject in models:
             records.extend(measure(args, subject, device, chosen, depths))
     except BitsDifferError as error:  # what is known so far is printed first
         failure = error
@@ -227,12 +243,7 @@ def measure(
 ) -> Iterator[Record]:
     """The records of one model, group of variants by group of variants."""
     config = subject.config
-    context = max(depths) + max(args.n_prompt, args.n_gen)
-    if context > config.max_position:
-        raise UsageError(
-            f"depth {max(depths)} and {max(args.n_prompt, args.n_gen)} tokens need {context} positions, "
-            f"{subject.name} has {config.max_position}: lower -d, -p or -n"
-        )
+    context = check_context(args, subject, depths)
 
     def progress(text: str) -> None:
         if not args.quiet:

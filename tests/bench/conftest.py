@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kestrel import bench
 from kestrel.benchmark.shapes import SHAPES
 from kestrel.benchmark.synthetic import host_weights, pending_weights
 from kestrel.config import ModelConfig, MoeConfig
@@ -15,11 +16,12 @@ from tests.support.folders import converted_model
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own settings change no test."""
+def quick_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own settings change no test; nothing is measured for its own sake."""
     for name in list(os.environ):
         if name.startswith(("KESTREL_", "VLLM_")) and name != "KESTREL_SHARED":
             monkeypatch.delenv(name)
+    monkeypatch.setattr(bench, "READ_BYTES", 1 << 22)  # quick, and of no meaning
 
 
 @pytest.fixture(scope="session")
