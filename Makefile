@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 EXTRAS ?= gguf,dev
 STAMP = $(VENV)/.kestrel-installed
 
-.PHONY: help setup native demo test lint format compile-check gpu-test bench-env wheel wheel-test clean
+.PHONY: help setup native demo test lint format compile-check gpu-test bench nightly bench-env wheel wheel-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,12 @@ compile-check: setup ## compile every kernel for every supported GPU and report 
 
 gpu-test: setup ## every check that needs the GPU; JSON under bench/results/
 	$(BIN)/python bench/gpu_test.py
+
+bench: setup ## time the demo model, or what BENCH says: make bench BENCH="--shape qwen3-0.6b -d 0,1024"
+	$(BIN)/python -m kestrel.bench $(BENCH)
+
+nightly: setup ## bench/nightly.toml against the runs before: bench/results/nightly.html (NIGHTLY="flags")
+	$(BIN)/python -m bench.nightly $(NIGHTLY)
 
 bench-env: ## an environment of its own with llama.cpp, for bench/cpu.py
 	$(PYTHON) -m venv .venv-bench
