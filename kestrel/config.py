@@ -7,7 +7,13 @@ import typing
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from kestrel.errors import shown
+
 Family = Literal["llama", "qwen3", "qwen3_moe"]
+
+MAX_SIZE = 2**31 - 1  # of any dimension: kernels and positions count in 32 bits
+MAX_LAYERS = MAX_EXPERTS = 1024  # several times the largest published; bounds the work on a damaged file
+_ROPE_LIMIT = 1e9  # of factors, and of their inverse: beyond it a frequency is no longer a number
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class RopeConfig:
         """Positions the model can use: yarn stretches its original context, whatever the config's limit."""
         if self.type != "yarn" or self.original_max_position is None:
             return max_position
-        return max(max_position, int(self.original_max_position * self.factor))
+        # In this order a factor that is not finite (refused later, by name) gives a number too.
+        return int(max(max_position, min(MAX_SIZE, self.original_max_position * self.factor)))
 
 
 @dataclass(frozen=True)
@@ -97,17 +104,17 @@ class ModelConfig:
     def faults(self) -> list[str]:
         """What makes this shape impossible, or one that kestrel does not run; empty when it is sound."""
         faults = [
-            f"{name} must be at least 1, not {getattr(self, name)}"
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "max_position",
+            f"{name} must be 1 to {most}, not {shown(getattr(self, name))}"
+            for name, most in (
+                ("vocab_size", MAX_SIZE),
+                ("hidden_size", MAX_SIZE),
+                ("num_layers", MAX_LAYERS),
+                ("num_heads", MAX_SIZE),
+                ("num_kv_heads", MAX_SIZE),
+                ("head_dim", MAX_SIZE),
+                ("max_position", MAX_SIZE),
             )
-            if getattr(self, name) < 1
+            if not 1 <= getattr(self, name) <= most
         ]
         if faults:
             return faults
@@ -118,12 +125,12 @@ class ModelConfig:
         if not 0.0 < self.rms_norm_eps < 1.0:
             faults.append(f"rms_norm_eps must lie between 0 and 1, not {self.rms_norm_eps}")
         has_dense = self.moe is None or bool(self.moe.dense_layers)
-        if self.intermediate_size < (1 if has_dense else 0):
-            faults.append(f"intermediate_size must be at least 1, not {self.intermediate_size}")
+        if not (1 if has_dense else 0) <= self.intermediate_size <= MAX_SIZE:
+            faults.append(f"intermediate_size must be 1 to {MAX_SIZE}, not {shown(self.intermediate_size)}")
         faults += self._moe_faults() + self._rope_faults()
         ids = [("bos_token_id", self.bos_token_id), *(("eos_token_id", i) for i in self.eos_token_ids)]
         faults += [
-            f"{name} {token} is outside the vocabulary of {self.vocab_size}"
+            f"{name} {shown(token)} is outside the vocabulary of {self.vocab_size}"
             for name, token in ids
             if token is not None and not 0 <= token < self.vocab_size
         ]
@@ -135,10 +142,12 @@ class ModelConfig:
         if self.moe is None:
             return []
         faults = []
-        if self.moe.num_experts < 1 or not 1 <= self.moe.top_k <= self.moe.num_experts:
-            faults.append(f"cannot choose {self.moe.top_k} of {self.moe.num_experts} experts")
-        if self.moe.intermediate_size < 1:
-            faults.append(f"experts' intermediate size must be at least 1, not {self.moe.intermediate_size}")
+        if not 1 <= self.moe.top_k <= self.moe.num_experts <= MAX_EXPERTS:
+            chosen, experts = shown(self.moe.top_k), shown(self.moe.num_experts)
+            faults.append(f"cannot choose {chosen} of {experts} experts (at most {MAX_EXPERTS})")
+        if not 1 <= self.moe.intermediate_size <= MAX_SIZE:
+            size = shown(self.moe.intermediate_size)
+            faults.append(f"experts' intermediate size must be 1 to {MAX_SIZE}, not {size}")
         if any(not 0 <= layer < self.num_layers for layer in self.moe.dense_layers):
             faults.append(f"dense layers {list(self.moe.dense_layers)} exceed the {self.num_layers} layers")
         return faults
@@ -147,19 +156,37 @@ class ModelConfig:
         rope, faults = self.rope, []
         if not 1.0 < rope.theta < float("inf"):
             faults.append(f"rope theta must be above 1 and finite, not {rope.theta}")
-        if not 0.0 < rope.factor < float("inf"):
-            faults.append(f"rope factor must be above 0 and finite, not {rope.factor}")
-        if rope.original_max_position is not None and rope.original_max_position < 1:
-            faults.append(f"rope original_max_position must be at least 1, not {rope.original_max_position}")
+        scales: list[tuple[str, float | None]] = [("rope factor", rope.factor)]
         if rope.type == "yarn":
-            if not 0.0 < rope.beta_slow <= rope.beta_fast:
-                faults.append(f"yarn beta_fast {rope.beta_fast} must not be below beta_slow {rope.beta_slow}")
-            if rope.attention_factor is not None and not 0.0 < rope.attention_factor < float("inf"):
-                faults.append(f"yarn attention_factor must be above 0, not {rope.attention_factor}")
-        if rope.type == "llama3" and not 0.0 < rope.low_freq_factor < rope.high_freq_factor:
+            scales += [
+                ("yarn attention_factor", rope.attention_factor),
+                ("yarn beta_fast", rope.beta_fast),
+                ("yarn beta_slow", rope.beta_slow),
+            ]
+            faults += [
+                f"yarn {name} must be 0 to {_ROPE_LIMIT:g}, not {value}"
+                for name, value in (("mscale", rope.mscale), ("mscale_all_dim", rope.mscale_all_dim))
+                if value is not None and not 0.0 <= value <= _ROPE_LIMIT
+            ]
+        if rope.type == "llama3":
+            scales += [
+                ("llama3 low_freq_factor", rope.low_freq_factor),
+                ("llama3 high_freq_factor", rope.high_freq_factor),
+            ]
+        faults += [
+            f"{name} must be {1 / _ROPE_LIMIT:g} to {_ROPE_LIMIT:g}, not {value}"
+            for name, value in scales
+            if value is not None and not 1 / _ROPE_LIMIT <= value <= _ROPE_LIMIT
+        ]
+        original = rope.original_max_position
+        if original is not None and not 1 <= original <= MAX_SIZE:
+            faults.append(f"rope original_max_position must be 1 to {MAX_SIZE}, not {shown(original)}")
+        if rope.type == "yarn" and not rope.beta_slow <= rope.beta_fast:
+            faults.append(f"yarn beta_fast {rope.beta_fast} must not be below beta_slow {rope.beta_slow}")
+        if rope.type == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
             faults.append(
                 f"llama3 high_freq_factor {rope.high_freq_factor} must exceed "
-                f"low_freq_factor {rope.low_freq_factor}, which must be above 0"
+                f"low_freq_factor {rope.low_freq_factor}"
             )
         return faults
 
@@ -191,15 +218,15 @@ def _from_json(hint: Any, value: object, where: str, faults: list[str]) -> Any:
         return _dataclass_from_json(hint, value, where, faults)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            faults.append(f"{where} is {value!r}, not one of {', '.join(map(str, get_args(hint)))}")
+            faults.append(f"{where} is {shown(value)}, not one of {', '.join(map(str, get_args(hint)))}")
         return value
     if get_origin(hint) is tuple:
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            faults.append(f"{where} must be a list of integers, not {value!r}")
+            faults.append(f"{where} must be a list of integers, not {shown(value)}")
             return ()
         return tuple(value)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) <= 2**53:
         return float(value)
     if type(value) is not hint:
-        faults.append(f"{where} must be {typing.cast(type, hint).__name__}, not {value!r}")
+        faults.append(f"{where} must be {typing.cast(type, hint).__name__}, not {shown(value)}")
     return value

@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def printable(text: str) -> str:
+    """``text`` with every character that would not print escaped: names in files may hold any."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class KestrelError(Exception):
     """Base of every error a user can cause; commands print it in one message and exit with 1."""
 
@@ -21,12 +34,12 @@ class ModelError(KestrelError):
 
     def __init__(self, where: str, faults: Sequence[str]) -> None:
         self.where = where
-        self.faults = list(faults)
+        self.faults = [printable(fault) for fault in faults]
         if len(self.faults) == 1:
-            message = f"{where}: {self.faults[0]}"
+            message = f"{printable(where)}: {self.faults[0]}"
         else:
             listed = "\n".join(f"  - {fault}" for fault in self.faults)
-            message = f"{where}: {len(self.faults)} faults\n{listed}"
+            message = f"{printable(where)}: {len(self.faults)} faults\n{listed}"
         super().__init__(message)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kestrel.config import Family, ModelConfig, MoeConfig, RopeConfig
-from kestrel.errors import ModelError
+from kestrel.config import MAX_LAYERS, MAX_SIZE, Family, ModelConfig, MoeConfig, RopeConfig
+from kestrel.errors import ModelError, shown
 
 
 @dataclass(frozen=True)
@@ -217,14 +217,18 @@ class _Parser:
                 self.incomplete = True
             return default
         if not check(value):
-            self.faults.append(f"{key} must be {kind}, not {value!r}")
+            self.faults.append(f"{key} must be {kind}, not {shown(value)}")
             self.incomplete = True
             return default
         return value
 
     def _int(self, key: str, default: int | None = None, *, required: bool = False) -> int:
         value = self._get(
-            key, default, lambda v: type(v) is int and v >= 1, "an integer of at least 1", required
+            key,
+            default,
+            lambda v: type(v) is int and 1 <= v <= MAX_SIZE,
+            "an integer of at least 1",
+            required,
         )
         return 1 if value is None else value  # 1 stands in where a fault was noted
 
@@ -281,18 +285,23 @@ class _Parser:
                 if architecture.model_type == model_type:
                     return architecture
             self.faults.append(
-                f"model_type {model_type!r} is not supported (no architectures given); supported: {supported}"
+                f"model_type {shown(model_type)} is not supported (no architectures given); "
+                f"supported: {supported}"
             )
             return None
-        if not isinstance(names, list) or len(names) != 1 or names[0] not in _ARCHITECTURES:
-            shown = ", ".join(map(str, names)) if isinstance(names, list) else repr(names)
+        if not isinstance(names, list) or len(names) != 1 or names[0] not in [*_ARCHITECTURES]:
+            listed = (
+                ", ".join(n if isinstance(n, str) else shown(n) for n in names)
+                if isinstance(names, list)
+                else shown(names)
+            )
             self.faults.append(
-                f"architecture {shown or 'list, empty,'} is not supported; supported: {supported}"
+                f"architecture {listed or 'list, empty,'} is not supported; supported: {supported}"
             )
             return None
         found = _ARCHITECTURES[names[0]]
         if model_type is not None and model_type != found.model_type:
-            self.faults.append(f"model_type {model_type!r} contradicts architecture {names[0]}")
+            self.faults.append(f"model_type {shown(model_type)} contradicts architecture {names[0]}")
         return found
 
     def _head_dim(self, architecture: _Architecture, hidden: int, heads: int, q_rows: int | None) -> int:
@@ -324,7 +333,7 @@ class _Parser:
         first = self.raw.get("max_window_layers", 28) if architecture.family == "qwen3" else 0
         if types is not None:
             if not isinstance(types, list) or len(types) != layers:
-                self.faults.append(f"layer_types must be a list of {layers} names, not {types!r}")
+                self.faults.append(f"layer_types must be a list of {layers} names, not {shown(types)}")
                 return
             other = sorted({str(t) for t in types} - {"full_attention"})
             if other:
@@ -337,7 +346,7 @@ class _Parser:
         if switched_on and window is not None and not (type(first) is int and first >= layers):
             given = "" if "sliding_window" in self.raw else " (the default of an absent key)"
             self.faults.append(
-                f"sliding_window {window!r}{given} is in use: windowed attention is not supported"
+                f"sliding_window {shown(window)}{given} is in use: windowed attention is not supported"
             )
 
     def _moe(self, layers: int) -> MoeConfig:
@@ -346,8 +355,8 @@ class _Parser:
         names = [name for name in ("num_experts", "num_local_experts") if self.raw.get(name) is not None]
         if len(names) == 2 and self.raw["num_experts"] != self.raw["num_local_experts"]:
             self.faults.append(
-                f"num_experts {self.raw['num_experts']!r} contradicts "
-                f"num_local_experts {self.raw['num_local_experts']!r}"
+                f"num_experts {shown(self.raw['num_experts'])} contradicts "
+                f"num_local_experts {shown(self.raw['num_local_experts'])}"
             )
         experts = self._int(names[0] if names else "num_experts", required=True)
         step = self._int("decoder_sparse_step", 1)
@@ -357,7 +366,7 @@ class _Parser:
             lambda v: isinstance(v, list) and all(type(i) is int and 0 <= i < layers for i in v),
             f"a list of layers 0 to {layers - 1}",
         )
-        dense = tuple(i for i in range(layers) if i in only_dense or (i + 1) % step)
+        dense = tuple(i for i in range(min(layers, MAX_LAYERS)) if i in only_dense or (i + 1) % step)
         return MoeConfig(
             num_experts=experts,
             top_k=self._int("num_experts_per_tok", required=True),
@@ -370,7 +379,7 @@ class _Parser:
         self.read.add("bos_token_id")
         value = self.raw.get("bos_token_id", architecture.bos)
         if value is not None and type(value) is not int:
-            self.faults.append(f"bos_token_id must be an integer, not {value!r}")
+            self.faults.append(f"bos_token_id must be an integer, not {shown(value)}")
             return None
         return value
 
@@ -378,7 +387,9 @@ class _Parser:
         self.read.add("eos_token_id")
         ids = token_ids(self.raw.get("eos_token_id", architecture.eos))
         if ids is None:
-            self.faults.append(f"eos_token_id must be an integer or a list, not {self.raw['eos_token_id']!r}")
+            self.faults.append(
+                f"eos_token_id must be an integer or a list, not {shown(self.raw['eos_token_id'])}"
+            )
         return ids or ()
 
     # -- RoPE ----------------------------------------------------------------------------------------------
@@ -389,7 +400,7 @@ class _Parser:
         for key in ("rope_parameters", "rope_scaling"):
             value = self.raw.get(key)
             if value is not None and not isinstance(value, dict):
-                self.faults.append(f"{key} must be an object, not {value!r}")
+                self.faults.append(f"{key} must be an object, not {shown(value)}")
             elif value:
                 given[key] = {k: v for k, v in value.items() if v is not None}
         if len(given) == 2 and _rope_items(given["rope_parameters"]) != _rope_items(given["rope_scaling"]):
@@ -400,25 +411,27 @@ class _Parser:
         theta = self._rope_number(rope, where, "rope_theta", None)
         top_theta = self.raw.get("rope_theta")
         if top_theta is not None and not _is_number(top_theta):
-            self.faults.append(f"rope_theta must be a number, not {top_theta!r}")
+            self.faults.append(f"rope_theta must be a number, not {shown(top_theta)}")
         elif top_theta is not None and theta is not None and float(top_theta) != theta:
-            self.faults.append(f"rope_theta {top_theta!r} contradicts {where}.rope_theta {theta!r}")
+            self.faults.append(f"rope_theta {shown(top_theta)} contradicts {where}.rope_theta {theta!r}")
         elif theta is None:
             theta = None if top_theta is None else float(top_theta)
         theta = 10000.0 if theta is None else theta
 
         kind = rope.get("rope_type", rope.get("type", "default"))
         if "type" in rope and rope["type"] != kind:
-            self.faults.append(f"{where}.type {rope['type']!r} contradicts rope_type {kind!r}")
-        if kind not in _ROPE_KEYS:
-            self.faults.append(f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
+            self.faults.append(f"{where}.type {shown(rope['type'])} contradicts rope_type {shown(kind)}")
+        if kind not in [*_ROPE_KEYS]:
+            self.faults.append(
+                f"rope type {shown(kind)} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            )
             return RopeConfig(theta=theta)
         known = _ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta"}
         if rope.get("partial_rotary_factor") in (1, 1.0):
             known |= {"partial_rotary_factor"}
         for key in rope:
             if key not in known:
-                self.faults.append(f"{where}.{key} is not supported with rope type {kind!r}")
+                self.faults.append(f"{where}.{key} is not supported with rope type {shown(kind)}")
         if kind == "default":
             return RopeConfig(theta=theta)
         return self._scaled_rope(kind, theta, rope, where, max_position)
@@ -432,9 +445,10 @@ class _Parser:
             original = self.raw.get("original_max_position_embeddings")
             if original is None:
                 original = rope.get("original_max_position_embeddings", max_position)
-            if type(original) is not int or original < 1:
+            if type(original) is not int or not 1 <= original <= MAX_SIZE:
                 self.faults.append(
-                    f"original_max_position_embeddings must be an integer of at least 1, not {original!r}"
+                    "original_max_position_embeddings must be an integer of at least 1, "
+                    f"not {shown(original)}"
                 )
                 original = max_position
         factor = self._rope_number(rope, where, "factor", None)
@@ -442,7 +456,7 @@ class _Parser:
             if kind == "yarn" and original is not None and original < max_position:
                 factor = max_position / original
             else:
-                self.faults.append(f"{where}.factor is missing for rope type {kind!r}")
+                self.faults.append(f"{where}.factor is missing for rope type {shown(kind)}")
         default = RopeConfig()
         if kind == "llama3":
             for key in ("low_freq_factor", "high_freq_factor"):
@@ -450,7 +464,7 @@ class _Parser:
                     self.faults.append(f"{where}.{key} is missing for rope type 'llama3'")
         truncate = rope.get("truncate", True)
         if type(truncate) is not bool:
-            self.faults.append(f"{where}.truncate must be true or false, not {truncate!r}")
+            self.faults.append(f"{where}.truncate must be true or false, not {shown(truncate)}")
             truncate = True
 
         def number(key: str, fallback: float) -> float:
@@ -478,7 +492,7 @@ class _Parser:
         if value is None:
             return default
         if not _is_number(value):
-            self.faults.append(f"{where}.{key} must be a number, not {value!r}")
+            self.faults.append(f"{where}.{key} must be a number, not {shown(value)}")
             return default
         return float(value)
 
@@ -490,9 +504,9 @@ class _Parser:
                 continue
             if key in _OFF:
                 if not any(type(value) is type(off) and value == off for off in _OFF[key]):
-                    self.faults.append(f"{key} = {_shown(value)} is not supported")
+                    self.faults.append(f"{key} = {shown(value)} is not supported")
             elif value not in (None, False, [], {}, ""):
-                self.faults.append(f"unknown key {key} = {_shown(value)}: it may change the mathematics")
+                self.faults.append(f"unknown key {key} = {shown(value)}: it may change the mathematics")
 
 
 def token_ids(value: object) -> tuple[int, ...] | None:
@@ -506,14 +520,13 @@ def token_ids(value: object) -> tuple[int, ...] | None:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    """A finite number; an integer beyond every float is none."""
+    try:
+        return type(value) in (int, float) and math.isfinite(float(value))  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 def _rope_items(rope: dict[str, Any]) -> dict[str, Any]:
     items = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return items | {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -68,7 +68,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(str(path), [f"cannot be read: {error.strerror}"]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(str(path), [f"is not JSON: {error}"]) from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ModelError(str(path), ["is not the manifest of a kestrel model"])

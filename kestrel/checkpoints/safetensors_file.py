@@ -135,7 +135,7 @@ def _check_entry(name: str, entry: Any, data_begin: int, size: int, faults: list
         faults.append(f"{name}: header entry must have exactly dtype, shape and data_offsets")
         return None
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in _BITS:
         faults.append(f"{name}: unknown dtype {dtype!r}")
         return None
     if not naturals(shape):

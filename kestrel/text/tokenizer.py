@@ -264,8 +264,11 @@ class _Loader:
             return {}
         try:
             value = json.loads(self.files[name].decode("utf-8"))
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes can spell half a character
         except UnicodeDecodeError as error:
             self.faults.append(f"{name} is not UTF-8 at byte {error.start}")
+        except UnicodeEncodeError:
+            self.faults.append(f"{name} holds a lone surrogate, which is no Unicode text")
         except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
             self.faults.append(f"{name} is not JSON: {error}")
         else:
