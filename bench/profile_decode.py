@@ -3,8 +3,8 @@
     python -m bench.profile_decode --shape qwen3-30b-a3b --depth 1024 --trace step.json
 
 Each launch of a step stands between two events. The host queues all of them behind a long copy, so that
-the device never waits for Python. Events keep a kernel from overlapping the one before it, so the sum is above
-the time of the recorded graph, which is printed beside it. The trace opens in chrome://tracing or
+the device never waits for Python. Events keep a kernel from overlapping the one before it, so the sum is
+above the time of the recorded graph, which is printed beside it. The trace opens in chrome://tracing or
 ui.perfetto.dev.
 """
 
