@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 EXTRAS ?= gguf,dev
 STAMP = $(VENV)/.kestrel-installed
+# Without build isolation pip installs no build requirements, and Python 3.11 comes with a setuptools that is too old.
+export BUILD_REQUIRES = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])
 
 .PHONY: help setup native demo test lint format compile-check gpu-test bench nightly bench-env wheel wheel-test clean
 
@@ -14,7 +16,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml setup.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet setuptools wheel pybind11
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c "$$BUILD_REQUIRES")
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
 
