@@ -13,6 +13,7 @@ from kestrel.cli import (
     add_model_flags,
     add_output_flags,
     add_sampling_flags,
+    check_stdin,
     command_parser,
     load_llm,
     note,
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     params = sampling_params(args)
     if env.l2_dump is not None:
         note("KESTREL_L2_DUMP is not used by chat: use `kestrel decode` or `kestrel l2 dump`")
+    check_stdin()
     terminal = sys.stdin.isatty()
     with load_llm(args) as llm:
         llm.chat_prompt(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import kestrel
 from kestrel.contract import CONTRACT
@@ -54,21 +54,26 @@ def version_text() -> str:
 def main(argv: list[str] | None = None) -> int:
     """The ``kestrel`` program; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        return run_command(importlib.import_module(f"kestrel.{arguments[0]}").main, arguments[1:])
+    return run_command(_program, arguments, name="kestrel")
+
+
+def _program(argv: list[str] | None) -> int:
+    """What ``kestrel`` does without a command."""
+    arguments = argv or []
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         text = _overview()
         print(text, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else EXIT_USAGE
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
     if name == "--version":
         print(version_text())
         return 0
-    if name not in COMMANDS:
-        kind = "flag before the command" if name.startswith("-") else "command"
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
-        print(f"kestrel: error: unknown {kind} {name!r}: {hint}", file=sys.stderr)
-        return EXIT_USAGE
-    return run_command(importlib.import_module(f"kestrel.{name}").main, rest)
+    kind = "flag before the command" if name.startswith("-") else "command"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
+    raise UsageError(f"unknown {kind} {name!r}: {hint}")
 
 
 def _overview() -> str:
@@ -85,12 +90,30 @@ def _overview() -> str:
     )
 
 
-def run_command(command: MainFunction, argv: list[str] | None = None) -> int:
-    """Run a command's ``main`` and turn what it raises into a message and an exit code."""
-    name = "kestrel " + _command_name(command)
+def run_command(command: MainFunction, argv: list[str] | None = None, name: str | None = None) -> int:
+    """Run a command's ``main`` and turn what it raises into a message and an exit code.
+
+    ``name`` begins the messages; by default ``kestrel`` and the name of the command's module.
+    """
+    name = name or "kestrel " + _command_name(command)
+    if getattr(sys, "stderr", None) is None:  # closed by the caller; print(file=None) would write to stdout
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of the process
+    code = _guarded(name, command, argv)
+    # A full disk or a closed pipe is met here, not by the interpreter after the exit code is set.
+    return _guarded(name, _flush, None) or code
+
+
+def _flush(argv: list[str] | None) -> int:
+    if getattr(sys, "stdout", None) is not None:
+        sys.stdout.flush()
+    return 0
+
+
+def _guarded(name: str, command: MainFunction, argv: list[str] | None) -> int:
     try:
         with _terminate_as_exit():
-            env.check()
+            if command not in (_program, _flush):
+                env.check()
             return command(argv)
     except UsageError as error:
         return _fail(name, error, EXIT_USAGE)
@@ -99,10 +122,13 @@ def run_command(command: MainFunction, argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone. Keep the interpreter from flushing into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the output has gone
+        _drop_unwritten(sys.stdout)
         return EXIT_FAILURE
+    except OSError as error:
+        # What the machine refuses. A stream that cannot be written has no name.
+        where = f"{error.filename}: " if error.filename is not None else "reading or writing failed: "
+        return _fail(name, f"{where}{error.strerror or error}", EXIT_FAILURE)
     except MemoryError as error:
         return _fail(
             name, f"out of memory ({error}): lower -c/--ctx-size, or use a smaller model", EXIT_FAILURE
@@ -137,9 +163,20 @@ def _command_name(command: MainFunction) -> str:
 
 
 def _fail(name: str, error: object, code: int) -> int:
-    sys.stdout.flush()
-    print(f"{name}: error: {error}", file=sys.stderr)
+    try:
+        _flush(None)
+    except OSError:
+        _drop_unwritten(sys.stdout)
+    try:
+        print(f"{name}: error: {error}", file=sys.stderr)
+    except OSError:  # the exit code still says it
+        _drop_unwritten(sys.stderr)
     return code
+
+
+def _drop_unwritten(stream: TextIO) -> None:
+    """Keep the interpreter from writing the rest of a stream, which failed, once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # -- flags ---------------------------------------------------------------------------------------------------
@@ -171,7 +208,10 @@ def command_parser(name: str, description: str) -> Parser:
 
 def count(text: str) -> int:
     """A whole number of at least 1, for ``type=``."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
@@ -307,6 +347,8 @@ def note(message: str) -> None:
 def read_text(path: str) -> str:
     """A prompt from a file, or from stdin for ``-``; one newline at its end is not part of it."""
     where = "stdin" if path == "-" else path
+    if path == "-":
+        check_stdin()
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -320,8 +362,16 @@ def read_text(path: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def check_stdin() -> None:
+    """Raise UsageError where the caller has closed stdin."""
+    if getattr(sys, "stdin", None) is None:
+        raise UsageError("stdin is closed: there is nothing to read")
+
+
 def write_out(text: str) -> None:
     """Text to stdout, at once."""
+    if getattr(sys, "stdout", None) is None:
+        raise KestrelError("stdout is closed: the text has nowhere to go")
     try:
         sys.stdout.write(text)
     except UnicodeEncodeError:  # a terminal that is not UTF-8

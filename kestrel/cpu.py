@@ -11,8 +11,10 @@ import numpy.typing as npt
 from kestrel import _native
 from kestrel.backend import Buffer
 from kestrel.env import env
-from kestrel.errors import BackendError
+from kestrel.errors import BackendError, UsageError
 from kestrel.ops import Op
+
+MAX_THREADS = 1024  # the native module's own limit
 
 
 class CpuBuffer:
@@ -60,8 +62,8 @@ class CpuBackend:
             )
         self.isa = isa or available[-1]
         self.threads = threads if threads is not None else _native.default_threads()
-        if self.threads < 1:
-            raise BackendError(f"threads must be at least 1, not {self.threads}")
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise UsageError(f"threads must be 1 to {MAX_THREADS}, not {self.threads}")
 
     def describe(self) -> dict[str, str]:
         return {"backend": self.name, "isa": self.isa, "threads": str(self.threads)}

@@ -30,6 +30,7 @@ from kestrel.errors import UsageError
 
 if TYPE_CHECKING:
     from kestrel.llm import LLM, Stream
+    from kestrel.model import TapLevel
     from kestrel.sampling import SamplingParams
 
 
@@ -73,7 +74,6 @@ def add_level_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--l2-level",
         choices=("standard", "extended"),
-        default="standard",
         help="which values are hashed (default: standard)",
     )
 
@@ -108,7 +108,8 @@ def generate(
     """Run the request of the flags. Returns the ended stream, and whether Ctrl-C ended it."""
     ids = prompt_ids(args, llm)
     with progress_bar("prompt", shown=len(ids) > llm.engine.chunk and not args.quiet) as on_prompt:
-        stream = llm.stream(ids, params=params, l2_dump=l2_dump, l2_level=args.l2_level, on_prompt=on_prompt)
+        level: TapLevel = args.l2_level or "standard"
+        stream = llm.stream(ids, params=params, l2_dump=l2_dump, l2_level=level, on_prompt=on_prompt)
         try:
             with stream:
                 for chunk in stream:
@@ -126,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     l2_dump = args.l2_dump if args.l2_dump is not None else env.l2_dump
     if l2_dump is not None and str(l2_dump) == "-":
         raise UsageError("--l2-dump - would mix with the text on stdout: use `kestrel l2 dump -`")
+    if l2_dump is None and args.l2_level is not None:
+        raise UsageError("--l2-level says what --l2-dump FILE writes, which is not given")
     began = time.perf_counter()
     with load_llm(args) as llm:
         if args.verbose:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def _models() -> dict[str, Any]:
         facts["default"] = str(resolve_model(None))
     except KestrelError as error:
         facts["default"] = f"none: {error}"
-    folders = {demo_model_folder().parent.absolute(), user_models().absolute()}
+    folders = {Path("models").absolute()}
+    with suppress(KestrelError):  # no home folder: the line above says so
+        folders = {demo_model_folder().parent.absolute(), user_models().absolute()}
     found = sorted(path.parent for folder in folders for path in folder.glob(f"*/{MANIFEST}"))
     facts["found"] = [_model(folder) for folder in found]
     return facts

@@ -104,11 +104,10 @@ class Engine:
         wanted = 1 if max_tokens is None else max_tokens
         if wanted > room:
             asked = f"{len(ids)} prompt tokens + {wanted} new tokens = {len(ids) + wanted} positions"
-            more = (
-                f"raise the context size (up to {self.config.max_position} here) or shorten the request"
-                if self.context < self.config.max_position
-                else "the model has no more: shorten the request"
-            )
+            limit = self.config.max_position
+            more = f"raise the context size (up to {limit} here) or shorten the request"
+            if len(ids) + wanted > limit:
+                more = f"the model has no more than {limit}: shorten the request"
             raise ContextOverflowError(f"context limit {self.context}: {asked}; {more}")
         return room if max_tokens is None else max_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kestrel.env import env
@@ -13,19 +14,26 @@ MANIFEST = "kestrel.json"  # what makes a folder a converted model
 
 
 def user_models() -> Path:
-    """The user's own model folder: ``$XDG_DATA_HOME/kestrel/models`` or ``~/.local/share/kestrel/models``."""
+    """The user's own model folder: ``$XDG_DATA_HOME/kestrel/models`` or ``~/.local/share/kestrel/models``.
+
+    Raises KestrelError where there is neither.
+    """
     base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "kestrel" / "models"
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "share") / "kestrel" / "models"
+    except RuntimeError:  # a user id without a name, as in many containers, and no HOME
+        message = "this user has no home folder: set HOME or XDG_DATA_HOME, or name an existing model folder"
+        raise KestrelError(message) from None
 
 
 def demo_model_folder() -> Path:
     """Where the demo model is, or goes: ``./models`` in a source checkout, else the user's folder."""
     here = Path("models") / DEMO_MODEL
-    for folder in (here, user_models() / DEMO_MODEL):
-        if (folder / MANIFEST).exists():
-            return folder
     in_checkout = Path("pyproject.toml").exists() and Path("kestrel", "model.py").exists()
-    return here if in_checkout else user_models() / DEMO_MODEL
+    if (here / MANIFEST).exists():
+        return here
+    installed = user_models() / DEMO_MODEL
+    return here if in_checkout and not (installed / MANIFEST).exists() else installed
 
 
 def resolve_model(name: str | os.PathLike[str] | None) -> Path:
@@ -48,7 +56,9 @@ def resolve_model(name: str | os.PathLike[str] | None) -> Path:
             "fetch the demo model with `kestrel demo` (or `make demo`), "
             "or make one with `kestrel convert SRC DST`"
         )
-    path = Path(name).expanduser()
+    path = Path(name)
+    with suppress(RuntimeError):  # a ~name that nobody has is a plain name
+        path = path.expanduser()
     if path.exists():
         return path
     installed = user_models() / path

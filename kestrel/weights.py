@@ -166,7 +166,9 @@ def check_is_kestrel_folder(folder: Path) -> None:
     gguf = sorted(folder.glob("*.gguf"))
     if gguf:
         raise ModelError(where, [f"holds {gguf[0].name}, not a kestrel model: convert that file first"])
-    raise ModelError(where, [f"is not a kestrel folder: it has no {MANIFEST_FILE}"])
+    raise ModelError(
+        where, [f"is not a kestrel folder: it has no {MANIFEST_FILE}; `kestrel convert SRC DST` makes one"]
+    )
 
 
 def _contents_faults(manifest: Manifest, header: SafetensorsHeader) -> list[str]:

@@ -212,7 +212,7 @@ def test_unaligned_data(folder: Path) -> None:
     ("make", "words"),
     [
         (lambda p: None, "does not exist"),
-        (lambda p: p.mkdir(), "is not a kestrel folder: it has no kestrel.json"),
+        (lambda p: p.mkdir(), "has no kestrel.json; `kestrel convert SRC DST` makes one"),
         (
             lambda p: p.write_bytes(b"GGUF\3\0\0\0"),
             "is a GGUF file, not a kestrel folder: convert it first: python -m",

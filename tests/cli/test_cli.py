@@ -61,7 +61,8 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["decode", "-p", "x", "--mode", "fast", "--l2exact"], "not allowed with argument --mode"),
         (["decode", "-p", "x", "--mode", "exact"], "invalid choice: 'exact'"),
         (["decode", "-p", "x", "-n", "0"], "must be at least 1, not 0"),
-        (["decode", "-p", "x", "-t", "x"], "invalid"),
+        (["decode", "-p", "x", "-t", "x"], "-t/--threads: must be a whole number, not 'x'"),
+        (["decode", "-p", "x", "--l2-level", "extended"], "what --l2-dump FILE writes, which is not given"),
         (["l2"], "arguments are required"),
         (["l2", "diff", "a"], "required: B"),
     ],
@@ -85,6 +86,7 @@ def test_wrong_flags_are_usage_errors(
         (KeyboardInterrupt(), 130),
         (MemoryError("wrong"), 1),
         (SystemExit(2), 2),
+        (PermissionError(13, "Permission denied", "here"), 1),
     ],
 )
 def test_errors_become_exit_codes(
@@ -108,6 +110,42 @@ def test_other_exceptions_are_not_hidden() -> None:
 
     with pytest.raises(ZeroDivisionError):
         cli.run_command(command, [])
+
+
+def in_shell(script: str) -> subprocess.CompletedProcess[str]:
+    """``kestrel`` under a shell's redirections; Python buffers as it does for users."""
+    environment = clean_environment()
+    environment.pop("PYTHONUNBUFFERED", None)
+    script = f'kestrel() {{ "{sys.executable}" -m kestrel.cli "$@"; }}\n{script}'
+    return subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", ["--help", "--version", "doctor", "decode --help"])
+def test_output_that_cannot_be_written_is_a_failure(command: str) -> None:
+    done = in_shell(f"kestrel {command} >/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.endswith(": error: reading or writing failed: No space left on device\n")
+    assert done.stderr.count("\n") == 1
+    done = in_shell("kestrel frobnicate 2>/dev/full")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_closed_streams_are_said(model_folder: Path) -> None:
+    decode = f"kestrel decode -m '{model_folder}' --raw -t 1 -n 2"
+    for script, code, message in [
+        (f"{decode} -p - <&-", 2, "kestrel decode: error: stdin is closed: there is nothing to read\n"),
+        (f"kestrel chat -m '{model_folder}' <&-", 2, "kestrel chat: error: stdin is closed"),
+        (f"{decode} -p x >&-", 1, "kestrel decode: error: stdout is closed: the text has nowhere to go\n"),
+    ]:
+        done = in_shell(script)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr.startswith(message)
+    quiet, closed = in_shell(f"{decode} -p x 2>/dev/null"), in_shell(f"{decode} -p x 2>&- <&-")
+    assert (quiet.returncode, closed.returncode) == (0, 0)
+    assert closed.stdout == quiet.stdout  # no statistics among the text
 
 
 def test_both_spellings_of_a_command_are_one(tmp_path: Path) -> None:
@@ -151,6 +189,24 @@ def test_no_model_says_how_to_get_one(tmp_path: Path) -> None:
     done = run_kestrel("decode", "-p", "x", env={**home, "KESTREL_MODEL": "nowhere"}, cwd=tmp_path)
     assert done.returncode == 1
     assert "KESTREL_MODEL names nowhere, which does not exist" in done.stderr
+
+
+def test_a_user_without_home(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kestrel.paths import resolve_model
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(model_folder) == model_folder
+    for name in (None, "mine"):
+        with pytest.raises(KestrelError, match="no home folder: set HOME or XDG_DATA_HOME"):
+            resolve_model(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with pytest.raises(KestrelError, match="no model at ~nobody-of-this-name"):
+        resolve_model("~nobody-of-this-name")
 
 
 def test_models_by_name_and_by_variable(

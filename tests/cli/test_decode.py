@@ -134,6 +134,13 @@ def test_values_out_of_range_are_usage_errors(model_folder: Path, capsys: pytest
         assert message in err
 
 
+def test_a_context_overflow_of_the_model_itself(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, err = decode(model_folder, "-p", "hello", "--raw", "-n", "99999999", capsys=capsys, code=1)
+    assert "the model has no more than 512: shorten the request" in err
+
+
 def test_context_overflow_names_the_numbers(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = decode(model_folder, "-p", "hello", "--raw", "-n", "500", capsys=capsys, code=1)
     assert out == ""

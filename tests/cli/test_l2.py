@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kestrel import cli
 from kestrel.checkpoints.manifest import WEIGHTS_FILE
 from kestrel.checkpoints.safetensors_file import read_header
 from kestrel.cli import run_command
@@ -19,6 +23,7 @@ from kestrel.l2_diff import compare, report
 from kestrel.l2_dump import Dump, read_dump
 from kestrel.l2_fields import BY_NAME, FIELDS, Key, input_keys, markdown, parse_key
 from kestrel.l2_tensor import ulp_distance
+from kestrel.llm import LLM
 from tests.support.folders import converted_model, run_kestrel
 from tests.support.shared import REPOSITORY
 
@@ -128,8 +133,10 @@ def test_the_header_says_what_it_is(model_folder: Path, dumps: Path) -> None:
     [
         ("", "no keys in it"),
         ("hello world\n", "line 1: 'hello' is no key"),
+        ("hello\n", "line 1: 'hello' is no key"),
+        ("t0_logits\n", "line 1: '' is not a hash"),
         ("t0_l0_nrm 123\n", "line 1: '123' is not a hash"),
-        ("t0_l0_nrm 000000000000000g\n", "line 1: invalid literal"),
+        ("t0_l0_nrm 000000000000000g\n", "line 1: '000000000000000g' is not a hash"),
         ("t0_logits 0000000000000000\nt0_logits 0000000000000000\n", "line 2: key t0_logits occurs twice"),
         ("t0_l0_logits 0000000000000000\n", "no key of contract section 12"),
         ("# kestrel-l2 9\nt0_logits 0000000000000000\n# end 1\n", "dump format 9"),
@@ -145,8 +152,50 @@ def test_files_that_are_no_dumps_are_refused(tmp_path: Path, text: str, message:
 
 
 def test_a_missing_dump_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KestrelError, match="cannot be read as an L2 dump"):
+    with pytest.raises(KestrelError, match="none cannot be read as an L2 dump: No such file or directory"):
         read_dump(tmp_path / "none")
+
+
+def test_where_a_dump_cannot_lie(
+    model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the text, and a folder, a device or a link stays what it is."""
+    argv = ["-m", str(model_folder), "-p", "x", "-n", "2", "-t", "1", "--l2-dump"]
+    folder, pipe, link, file = (tmp_path / name for name in ("folder", "pipe", "link", "file"))
+    folder.mkdir()
+    for path, reason in ((folder, "Is a directory"), (tmp_path / "no" / "d", "No such file or directory")):
+        assert cli.main(["decode", *argv, str(path)]) == 1
+        out, err = capfd.readouterr()
+        assert (out, err) == ("", f"kestrel decode: error: L2 dump {path} cannot be written: {reason}\n")
+    link.symlink_to(file)
+    assert cli.main(["decode", *argv, str(link)]) == 0
+    assert link.is_symlink()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        assert cli.main(["decode", *argv, str(pipe)]) == 0
+        assert reader.communicate(timeout=60)[0] == file.read_bytes()
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link", "pipe"]
+
+
+def test_a_full_disk_is_said(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with LLM(model_folder, threads=1) as llm:
+        with pytest.raises(KestrelError, match="d cannot be written: No space left on device"):
+            llm.generate("x", 2, l2_dump=tmp_path / "d")
+        assert list(tmp_path.iterdir()) == []
+        assert llm.generate("x", 2).token_ids
+
+
+def test_a_model_folder_need_not_be_unicode(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.symlink_to(model_folder)
+    with LLM(folder, threads=1) as llm:
+        llm.generate("x", 2, l2_dump=tmp_path / "d")
+    assert read_dump(tmp_path / "d").header["model"] == "caf\\udce9"
 
 
 # -- diff ----------------------------------------------------------------------------------------------------
