@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every figure of docs/bench.md that needs a GPU, in one command; files go to the folder $OUT (bench/results).
-# PART=30b|dense|cpu|kernels runs one part; PYTHON names the interpreter. Exit code 3: bits differ.
+# PART=30b|dense|cpu|kernels|startup runs one part; PYTHON names the interpreter. Exit code 3: bits differ.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-bench/results}
@@ -29,6 +29,9 @@ for part in $PART; do
             --compare "$OUT/bench-dense.json" -o "$OUT/bench-cpu-dense.json" -o "$OUT/bench-cpu-dense.md"
         run "$PYTHON" -m kestrel.bench --shape qwen3-30b-a3b -p 0 -n 64 -d 0,1024 -r 3 \
             --compare "$OUT/bench-30b-decode.json" -o "$OUT/bench-cpu-30b.json" -o "$OUT/bench-cpu-30b.md"
+        ;;
+    startup) # needs a converted model: MODEL=models/smollm2-135m-instruct
+        run "$PYTHON" -m bench.startup --cuda --cold ${MODEL:+-m "$MODEL"} --json "$OUT/startup.json"
         ;;
     kernels)
         run "$PYTHON" -m bench.kernels --mode l2exact,fast -d 1024,16384 --json "$OUT/kernels-30b.json"

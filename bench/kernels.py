@@ -168,24 +168,26 @@ def resources(backend: Any, item: Any) -> dict[str, Any]:
     """Registers, memory and occupancy of a launch, from the driver."""
     from cuda.bindings import driver
 
+    kinds, function = driver.CUfunction_attribute, item.function
+    threads = int(np.prod(item.launch.block))
+
     def ask(result: tuple[Any, ...]) -> int:
         if int(result[0]) != 0:
             raise KestrelError(f"the driver refused a question about {item.launch.kernel}: {result[0]}")
         return int(result[1])
 
-    attribute = driver.CUfunction_attribute
-    threads = int(np.prod(item.launch.block))
-    properties = backend._cupy.cuda.runtime.getDeviceProperties(backend.device.index)
-    blocks = ask(
-        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(item.function, threads, item.launch.shared)
-    )
-    static = ask(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, item.function))
+    with backend.current():
+        properties = backend._cupy.cuda.runtime.getDeviceProperties(backend.device.index)
+        blocks = ask(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, item.launch.shared)
+        )
+        static = ask(driver.cuFuncGetAttribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        local = ask(driver.cuFuncGetAttribute(kinds.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function))
+        registers = ask(driver.cuFuncGetAttribute(kinds.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
     return {
         "threads": threads,
-        "registers": ask(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, item.function)),
-        "local_bytes": ask(
-            driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, item.function)
-        ),
+        "registers": registers,
+        "local_bytes": local,
         "shared_bytes": static + item.launch.shared,
         "blocks_per_sm": blocks,
         "occupancy": blocks * threads / int(properties["maxThreadsPerMultiProcessor"]),

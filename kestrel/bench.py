@@ -260,12 +260,16 @@ def measure(
         weights, backends = open_backends(args, subject, device, chosen)
         for backend in backends.values():  # the first one owns the shared memory: it closes last
             stack.callback(backend.close)
-        runners = {
-            key: Runner(config, weights, backend, context=context, chunk=args.chunk, seed=args.seed)
-            for key, backend in backends.items()
-        }
-        loaded = time.perf_counter() - begin
         facts = environment_of(device, next(iter(backends.values())))
+        runners: dict[tuple[Mode, bool], Runner] = {}
+        uploaded = None  # seconds of the first one, which binds the weights
+        for key, backend in backends.items():
+            start = time.perf_counter()
+            runners[key] = Runner(config, weights, backend, context=context, chunk=args.chunk, seed=args.seed)
+            uploaded = uploaded or time.perf_counter() - start
+        loaded = time.perf_counter() - begin
+        size = sum(tensor.nbytes for tensor in subject.weights.values())
+        from_file = uploaded is not None and facts["isa"] is None and not subject.synthetic
         bandwidth, kind = bandwidth_of(args, device, next(iter(backends.values())))
         for cells in plan_cells(chosen, args.n_prompt, args.n_gen, depths):
             run_group(runners, cells, args.repetitions, exact=promised)
@@ -275,7 +279,7 @@ def measure(
                     **facts,
                     "model_filename": subject.name,
                     "model_type": f"{config.family} {subject.wtype}",
-                    "model_size": sum(t.nbytes for t in subject.weights.values()),
+                    "model_size": size,
                     "model_n_params": parameters(subject.weights),
                     "weights": subject.identity,
                     "synthetic": subject.synthetic,
@@ -289,6 +293,7 @@ def measure(
                     **summarise(cell),
                     "bits_promised": promised(cell.variant),
                     "load_seconds": loaded,
+                    "upload_gb_per_second": size / uploaded / 1e9 if uploaded and from_file else None,
                     "peak_memory_bytes": _memory(backends[cell.variant.backend]),
                     "host_peak_memory_bytes": peak_memory_bytes(),
                 }

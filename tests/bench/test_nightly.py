@@ -100,7 +100,7 @@ def test_a_faster_run_is_said() -> None:
 def test_a_regression_stays_one_until_it_is_accepted() -> None:
     """Nights at the slower time do not become the new normal by themselves."""
     earlier = history(RUNS)
-    for run in range(RUNS, RUNS + 10):
+    for run in range(RUNS, RUNS + 2 * WINDOW):
         slow = record(run, ms=1.05)
         verdict = judge(slow, earlier)
         assert verdict.status == "regression"
