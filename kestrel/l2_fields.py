@@ -53,7 +53,8 @@ FIELDS: tuple[Field, ...] = (
 
 BY_NAME = {field.name: field for field in FIELDS}
 _ORDER = {field.name: index for index, field in enumerate(FIELDS)}
-_KEY = re.compile(r"t(\d+)_(?:l(\d+)_)?([a-z0-9]+)")
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # one spelling of each number, so that equal keys are equal text
+_KEY = re.compile(rf"t{_NUMBER}_(?:l{_NUMBER}_)?([a-z0-9]+)")
 _AFTER_LAYERS = 1 << 30
 
 
@@ -90,19 +91,24 @@ def input_keys(key: Key, layers: int, known: Container[str]) -> Iterator[Key]:
     its own inputs. Nothing is yielded for the embedding: its input is the token id. Attention also reads the
     cache rows of all earlier positions, which come before it in data-flow order.
     """
-    for name in BY_NAME[key.field].inputs:
-        if name == "prev.x":
-            before = layers - 1 if key.layer is None else key.layer - 1
-            if before < 0:
-                continue
-            candidate = Key(key.position, before, "x")
-        else:
-            per_layer = BY_NAME[name].per_layer
-            candidate = Key(key.position, key.layer if per_layer else None, name)
-        if str(candidate) in known:
-            yield candidate
-        else:
-            yield from input_keys(candidate, layers, known)
+    seen: set[Key] = set()  # many paths lead through a layer that has no known key
+    stack = [key]
+    while stack:
+        current = stack.pop()
+        if current != key and str(current) in known:
+            yield current
+            continue
+        candidates = []
+        for name in BY_NAME[current.field].inputs:
+            if name == "prev.x":
+                before = layers - 1 if current.layer is None else current.layer - 1
+                candidate = Key(key.position, before, "x")
+            else:
+                candidate = Key(key.position, current.layer if BY_NAME[name].per_layer else None, name)
+            if candidate not in seen and (candidate.layer is None or candidate.layer >= 0):
+                seen.add(candidate)
+                candidates.append(candidate)
+        stack += reversed(candidates)
 
 
 def markdown() -> str:

@@ -15,6 +15,20 @@ from kestrel.l2_fields import Key
 
 SHOWN = 8  # elements listed by a report
 
+# What a re-run needs of a dump's command.
+_COMMAND: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "prompt_device": (str,),
+    "decode_device": (str,),
+    "mode": (str,),
+    "isa": (str, type(None)),
+    "threads": (int, type(None)),
+    "graph": (bool,),
+    "chunk": (int,),
+    "ctx_size": (int,),
+    "prompt_ids": (list,),
+}
+
 
 @dataclass
 class Side:
@@ -76,7 +90,10 @@ def compare_tensors(
     ``models`` replace the recorded model folders (None keeps them). Raises KestrelError when a dump has no
     command, its model is not there or has other weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KestrelError(f"--out {folder}: cannot be made: {error.strerror}") from None
     sides = []
     for dump, model, name in ((a, models[0], "a"), (b, models[1], "b")):
         side = rerun(dump, key, model)
@@ -96,6 +113,11 @@ def rerun(dump: Dump, key: Key, model: str | None = None) -> Side:
     command = dump.command
     if command is None:
         raise KestrelError(f"{dump.path} has no command line in its header: it cannot be run again")
+    for name, kinds in _COMMAND.items():
+        if type(command.get(name)) not in kinds:
+            raise KestrelError(
+                f"{dump.path}: command.{name} is not what kestrel writes: it cannot be run again"
+            )
     folder = Path(model or command["model"])
     if not folder.exists():
         side = "--model-a or --model-b"
