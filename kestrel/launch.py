@@ -44,7 +44,7 @@ class Tuning:
     rope_threads: int = 128
     kv_warps: int = 4
     attention_heads: int = 8  # query heads of a block, at most
-    attention_slots: int = 32  # blocks that share the chunks and heads of one row and KV head
+    attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     router_threads: int = 128
     argmax_threads: int = 256
