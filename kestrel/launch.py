@@ -310,8 +310,8 @@ _BUILDERS: dict[str, Callable[[Any, Tuning], list[Launch]]] = {
     "l2_hash": _l2_hash,
 }
 
-# Kernels with a fast form; it takes the launch of its exact one. What attention reads and does (QK-norm, RoPE,
-# the cache, the scores) stays exact in mode bitexact.
+# Kernels with a fast form; it takes the launch of its exact one. What attention reads and does (QK-norm,
+# RoPE, the cache, the scores) stays exact in mode bitexact.
 _FAST = {
     "k_rms_norm_cpu": "k_rms_norm_fast",
     "k_swiglu": "k_swiglu_fast",

@@ -57,7 +57,9 @@ def test_context_that_does_not_fit_is_refused_before_anything_is_allocated() -> 
     backend = CudaBackend(0)
     config = tiny_config("qwen3", head_dim=256, max_position=1 << 40)
     weights = random_weights(config, WType.q4local)
-    with pytest.raises(BackendError, match=r"not enough memory on cuda:0.*KV cache of 4294967296 positions [\d.]+ GB.*free"):
+    with pytest.raises(
+        BackendError, match=r"not enough memory on cuda:0.*KV cache of 4294967296 positions [\d.]+ GB.*free"
+    ):
         Engine(config, weights, backend, context=1 << 32)
     assert backend.used_bytes == 0
     backend.close()
