@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from kestrel.backend import Backend
-from kestrel.backends import MODES, Mode, Placement, make_backend, parse_device, parse_mode
+from kestrel.backends import (
+    MODES,
+    Mode,
+    Placement,
+    choose_mode,
+    make_backend,
+    parse_device,
+    parse_mode,
+)
 from kestrel.benchmark import environment, output
 from kestrel.benchmark.matrix import Variant, backends_of, plan_cells, run_group
 from kestrel.benchmark.records import (
@@ -36,6 +44,7 @@ from kestrel.checkpoints.manifest import read_manifest
 from kestrel.cli import EXIT_DIFFERENT, Parser, command_parser, count, note, run_command
 from kestrel.config import ModelConfig
 from kestrel.engine import DEFAULT_CHUNK
+from kestrel.env import env
 from kestrel.errors import UsageError
 from kestrel.ops import WType
 from kestrel.paths import resolve_model
@@ -173,16 +182,17 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
 
 
 def variants(args: argparse.Namespace, on_gpu: bool) -> list[Variant]:
-    modes: list[Mode] = _flat(args.mode, ["l2exact"])
+    modes: list[Mode] = _flat(args.mode, [choose_mode()])
+    graph = env.cuda_graph is not False
     if not on_gpu:
         if modes != ["l2exact"]:
             note("on the CPU every mode runs the exact reference: measured once, as l2exact")
         if args.eager:
             raise UsageError("--eager needs a GPU: the CPU has no graph")
         modes = ["l2exact"]
-    found = [Variant(mode) for mode in modes]
-    found += [Variant(mode, graph=False) for mode in modes if args.eager]
-    found += [Variant(mode, taps="standard") for mode in modes if args.dump]
+    found = [Variant(mode, graph) for mode in modes]
+    found += [Variant(mode, graph=False) for mode in modes if args.eager and graph]
+    found += [Variant(mode, graph, "standard") for mode in modes if args.dump]
     return found
 
 

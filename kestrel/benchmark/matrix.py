@@ -64,8 +64,8 @@ def plan_cells(
     groups = []
     for depth in depths:
         if n_prompt:
-            plain = [v for v in variants if v.taps == "off" and v.graph]
-            groups.append([Cell(variant, n_prompt, 0, depth) for variant in plain])
+            first = {variant.mode: variant for variant in reversed(variants) if variant.taps == "off"}
+            groups.append([Cell(first[mode], n_prompt, 0, depth) for mode in reversed(first)])
         if n_gen:
             groups.append([Cell(variant, 0, n_gen, depth) for variant in variants])
     return [group for group in groups if group]

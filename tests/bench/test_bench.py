@@ -395,6 +395,35 @@ def test_modes_of_the_cpu_are_measured_once(small_shape: str, capsys: pytest.Cap
     assert found.out.count("| tg2") == 1
 
 
+def test_an_interrupted_run_keeps_what_it_has(
+    small_shape: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: Any) -> tuple[float, list[int]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "generate", interrupted)
+    file = tmp_path / "r.json"
+    assert cli.main(["bench", "--shape", small_shape, *TESTS, "-q", "-o", str(file)]) == 130
+    assert "| pp12 " in capsys.readouterr().out
+    assert [r["test"] for r in json.loads(file.read_text())] == ["pp12"]
+
+
+def test_the_environment_chooses_mode_and_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = bench.build_parser().parse_args(["--eager", "--dump"])
+    assert bench.variants(args, True) == [
+        Variant(),
+        Variant(graph=False),
+        Variant(taps="standard"),
+    ]
+    monkeypatch.setenv("KESTREL_L2EXACT", "0")
+    monkeypatch.setenv("KESTREL_CUDA_GRAPH", "0")
+    found = bench.variants(args, True)
+    assert found == [Variant("fast", False), Variant("fast", False, "standard")]
+    assert [c.label for group in plan_cells(found, 16, 8, [0]) for c in group] == ["pp16", "tg8", "tg8"]
+    args = bench.build_parser().parse_args(["--mode", "l2exact,fast"])
+    assert [variant.mode for variant in bench.variants(args, True)] == ["l2exact", "fast"]
+
+
 def test_unreadable_records_are_named(
     small_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
