@@ -57,6 +57,23 @@ def test_awkward_shapes(name: str) -> None:
     assert_runs_equal(run_tokens(model, ids, chunk=[3, 1, 1, 1], taps="extended"), expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        # 40 and 72 groups: a warp's four slots all have steps, and more than one round of them.
+        ("qwen3", {"hidden": 1280, "heads": 2, "kv_heads": 1, "head_dim": 128, "ffn": 1152, "vocab": 64}),
+        ("llama", {"hidden": 2304, "heads": 36, "kv_heads": 4, "head_dim": 64, "ffn": 96, "vocab": 64}),
+        ("qwen3_moe", {"hidden": 1280, "experts": 12, "top_k": 9, "moe_ffn": 1120, "vocab": 64}),
+    ],
+)
+def test_long_rows(family: str, shape: dict[str, int]) -> None:
+    config = tiny_config(family, layers=1, **shape)
+    ids = tokens(config, 2)
+    expected = run_tokens(make_model(config), ids, chunk=1, taps="extended")
+    model = make_model(config, backend=SimtBackend(seed=1), slots=4)
+    assert_runs_equal(run_tokens(model, ids, chunk=1, taps="extended"), expected)
+
+
 def test_router_without_normalisation_and_tied_output() -> None:
     config = tiny_config("qwen3_moe", norm_topk_prob=False, tie=True)
     ids = tokens(config, 5)

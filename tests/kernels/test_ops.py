@@ -46,6 +46,16 @@ def test_rms_norm(rng: np.random.Generator, d: int, rows: int) -> None:
     Case("rms_norm", arrays, M=rows, d=d, eps=1e-6).check(seed=d)
 
 
+def test_norms_of_flat_rows(rng: np.random.Generator) -> None:
+    # Terms of one size in many rows: here a sum in another order shows.
+    x = rng.standard_normal((150, 1024)).astype(np.float32)
+    w = np.ones(1024, np.float32)
+    Case("rms_norm", {"x": x, "w": w, "out": f32(150, 1024)}, M=150, d=1024, eps=1e-6).check()
+    x = rng.standard_normal((10, 30 * 128)).astype(np.float32)
+    numbers = {"M": 10, "heads": 30, "hd": 128, "ld": 30 * 128, "eps": 1e-6}
+    Case("qk_norm", {"x": x, "w": w[:128].copy()}, **numbers).check()
+
+
 def test_rms_norm_of_special_rows(rng: np.random.Generator) -> None:
     x = values(rng, 6, 96)
     x[0] = 0
