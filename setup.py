@@ -38,8 +38,8 @@ ISA_FLAGS = {
 
 
 def isa_flags(source: Path) -> list[str]:
-    # Device code reads the same memory as bytes, words and vectors. g++ 12 vectorises an ordered sum of floats
-    # and loses the order of a permuted one (seen: (s + y) + x compiled as (s + x) + y): not allowed here.
+    # Device code reads the same memory as bytes, words and vectors. g++ 12 vectorises an ordered sum of
+    # floats and loses the order of a permuted one (seen: (s + y) + x compiled as (s + x) + y): not here.
     if source.name.startswith("simt_"):
         return [
             "-fno-strict-aliasing",
