@@ -381,8 +381,8 @@ def write_out(text: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """``update(done, total)`` of a bar on stderr; None unless ``shown`` and stderr is a terminal."""
-    if not shown or not sys.stderr.isatty():
+    """``update(done, total)`` of a bar on stderr; None unless ``shown`` and stderr is a terminal that can draw."""
+    if not shown or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
     from rich.console import Console

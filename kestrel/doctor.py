@@ -118,7 +118,10 @@ def _gpu() -> dict[str, Any]:
         from kestrel.cuda.environment import open_device
     except ImportError as error:
         return {**facts, "usable": False, "problem": str(error)}
-    facts["kernel_cache"] = str(cache_folder())
+    try:
+        facts["kernel_cache"] = str(cache_folder())
+    except KestrelError as error:
+        facts["kernel_cache"] = f"none: {error}"
     try:
         facts["nvrtc"] = ".".join(map(str, nvrtc_version()))
     except KestrelError as error:

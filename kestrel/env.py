@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar, overload
 
-from kestrel.errors import UsageError
+from kestrel.errors import KestrelError, UsageError
 
 T = TypeVar("T")
 
@@ -211,7 +211,9 @@ class Env:
         if self.cache_dir is not None:
             return self.cache_dir
         base = self.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "kestrel"
+        if base:
+            return Path(base) / "kestrel"
+        return home_folder("KESTREL_CACHE_DIR to a folder for compiled kernels") / ".cache" / "kestrel"
 
 
 env = Env()
@@ -247,3 +249,13 @@ def markdown() -> str:
         lines += ["", f"{title}:", "", "| variable | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {text} |" for name, text in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def home_folder(instead: str) -> Path:
+    """The user's home. Without one, as where a container runs under a number only, KestrelError says what
+    else can be set: ``HOME``, or ``instead``.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise KestrelError(f"this user has no home folder: set HOME, or {instead}") from None

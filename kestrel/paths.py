@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kestrel.env import env
+from kestrel.env import env, home_folder
 from kestrel.errors import KestrelError
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -19,11 +19,8 @@ def user_models() -> Path:
     Raises KestrelError where there is neither.
     """
     base = os.environ.get("XDG_DATA_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".local" / "share") / "kestrel" / "models"
-    except RuntimeError:  # a user id without a name, as in many containers, and no HOME
-        message = "this user has no home folder: set HOME or XDG_DATA_HOME, or name an existing model folder"
-        raise KestrelError(message) from None
+    parent = Path(base) if base else home_folder("XDG_DATA_HOME, or name a model folder") / ".local" / "share"
+    return parent / "kestrel" / "models"
 
 
 def demo_model_folder() -> Path:

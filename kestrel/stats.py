@@ -49,9 +49,9 @@ class Timings:
         """The three lines that follow the text, for stderr."""
         reused = f", {self.reused_tokens} reused" if self.reused_tokens else ""
         return [
-            f"prompt:      {self.prompt_tokens} tokens{reused} in {self.prompt_seconds:.2f} s, "
+            f"prompt:      {_tokens(self.prompt_tokens)}{reused} in {self.prompt_seconds:.2f} s, "
             f"{_shown(self.prompt_rate)} tok/s",
-            f"generation:  {self.generated_tokens} tokens in {self.generation_seconds:.2f} s, "
+            f"generation:  {_tokens(self.generated_tokens)} in {self.generation_seconds:.2f} s, "
             f"{_shown(self.generation_rate)} tok/s",
             f"peak memory: {peak_memory_bytes() / 1e9:.2f} GB",
         ]
@@ -59,6 +59,10 @@ class Timings:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
 
 
 def _shown(rate: float | None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kestrel.checkpoints.hf_folder import open_hf_folder
 from kestrel.checkpoints.manifest import MANIFEST_FILE
 from kestrel.checkpoints.source_model import Checkpoint, Findings
+from kestrel.env import home_folder
 from kestrel.errors import ModelError
 
 
@@ -48,8 +49,8 @@ def open_source(path: Path | str, findings: Findings | None = None) -> Checkpoin
 def _from_hub_cache(path: Path) -> Path:
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return path
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    home = os.environ.get("HF_HOME") or home_folder("HF_HOME") / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     repository = cache / ("models--" + str(path).replace("/", "--"))
     try:
         snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()

@@ -191,19 +191,26 @@ def test_no_model_says_how_to_get_one(tmp_path: Path) -> None:
     assert "KESTREL_MODEL names nowhere, which does not exist" in done.stderr
 
 
-def test_a_user_without_home(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_home(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from kestrel.paths import resolve_model
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.chdir(tmp_path)
     assert resolve_model(model_folder) == model_folder
     for name in (None, "mine"):
-        with pytest.raises(KestrelError, match="no home folder: set HOME or XDG_DATA_HOME"):
+        with pytest.raises(KestrelError, match="no home folder: set HOME, or XDG_DATA_HOME"):
             resolve_model(name)
+    assert cli.main(["doctor"]) == 0
+    for argv, instead in ((["convert", "owner/name", "x"], "HF_HOME"), (["demo"], "XDG_DATA_HOME")):
+        assert cli.main(argv) == 1
+        assert f"no home folder: set HOME, or {instead}" in capsys.readouterr().err
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with pytest.raises(KestrelError, match="no model at ~nobody-of-this-name"):
         resolve_model("~nobody-of-this-name")

@@ -274,13 +274,11 @@ def test_a_closed_pipe_ends_quietly(endless_folder: Path) -> None:
     process.stderr.close()
 
 
-def test_progress_is_for_terminals(model_folder: Path) -> None:
-    """A bar for a long prompt on a terminal; the text does not mix with it."""
-    argv = [sys.executable, "-m", "kestrel.decode", "-m", str(model_folder), "-t", "1", "--chunk", "8"]
-    argv += ["-p", "word " * 60, "-n", "4", "--raw"]
+def on_terminal(argv: list[str], term: str) -> tuple[bytes, bytes]:
+    """What a command writes to stdout, a pipe, and to stderr, a terminal."""
     parent, child = pty.openpty()
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=child, env=clean_environment(TERM="xterm")
+        argv, stdout=subprocess.PIPE, stderr=child, env=clean_environment(TERM=term)
     ) as process:
         os.close(child)
         shown = b""
@@ -296,6 +294,14 @@ def test_progress_is_for_terminals(model_folder: Path) -> None:
         out = process.stdout.read()
     os.close(parent)
     assert process.returncode == 0
+    return out, shown
+
+
+def test_progress_is_for_terminals(model_folder: Path) -> None:
+    """A bar for a long prompt on a terminal; the text does not mix with it."""
+    argv = [sys.executable, "-m", "kestrel.decode", "-m", str(model_folder), "-t", "1", "--chunk", "8"]
+    argv += ["-p", "word " * 60, "-n", "4", "--raw"]
+    out, shown = on_terminal(argv, "xterm")
     assert b"\x1b[" in shown
     assert "━" in shown.decode()
     assert b"generation:" in shown
@@ -304,3 +310,14 @@ def test_progress_is_for_terminals(model_folder: Path) -> None:
     assert b"\x1b" not in piped.stderr
     assert len(piped.stderr.splitlines()) == 3
     assert b"\x1b" not in out
+    _, dumb = on_terminal(argv, "dumb")  # it cannot draw a bar
+    assert [line.partition(b":")[0] for line in dumb.splitlines()] == [
+        b"prompt",
+        b"generation",
+        b"peak memory",
+    ]
+
+
+def test_one_token_is_counted_as_one(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = decode(model_folder, "-p", "hello", "--raw", "-n", "1", capsys=capsys)
+    assert "generation:  1 token in 0.00 s, - tok/s" in err

@@ -22,10 +22,11 @@ env/bin/kestrel decode -m model --raw -p "hello" -n 8 --ignore-eos --l2-dump a.t
 env/bin/python -m kestrel.decode -m model --raw -p "hello" -n 8 --ignore-eos -t 1 --l2-dump b.txt >second.txt
 cmp first.txt second.txt
 env/bin/kestrel l2 diff a.txt b.txt
-# The device code travels in the wheel.
+# The device code travels in the wheel, and the mark that the package is typed.
 env/bin/python -c "
 from importlib import resources
 names = {f.name for f in resources.files('kestrel.kernels').iterdir()}
 assert {'op_args.h', 'ucrt.cuh', 'attention.cu'} <= names, names
+assert resources.files('kestrel').joinpath('py.typed').is_file()
 "
 echo "wheel ok: $(basename "$wheel")"
