@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,3 +57,24 @@ def small_shape(small_config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted_model(tmp_path_factory.mktemp("models"), "qwen3_moe", max_position=512)
+
+
+@pytest.fixture(scope="session")
+def device_fill(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The GPU's kernel, compiled for this CPU as one thread of a block of one."""
+    pytest.importorskip("cuda.bindings", reason="the device source imports cuda-bindings' module")
+    from kestrel.benchmark.cuda import SOURCE
+
+    folder: Path = tmp_path_factory.mktemp("fill")
+    prelude = """
+struct Dim3 { int x = 1, y = 1, z = 1; };
+static Dim3 gridDim, blockDim;
+static struct { int x = 0; } blockIdx, threadIdx;
+#define __device__
+#define __forceinline__ inline
+#define __global__
+"""
+    (folder / "fill.cpp").write_text(prelude + SOURCE)
+    command = ["g++", "-O1", "-shared", "-fPIC", "-o", str(folder / "fill.so"), str(folder / "fill.cpp")]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(folder / "fill.so"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -64,27 +63,6 @@ def test_streams_have_names_and_seeds_of_their_own() -> None:
     table = TABLES["u8"]
     seeds = {Recipe.named(s, n, table).seed for s in range(3) for n in ("a", "b", "a.codes")}
     assert len(seeds) == 9
-
-
-@pytest.fixture(scope="module")
-def device_fill(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The GPU's kernel, compiled for this CPU as one thread of a block of one."""
-    pytest.importorskip("cuda.bindings", reason="the device source imports cuda-bindings' module")
-    from kestrel.benchmark.cuda import SOURCE
-
-    folder: Path = tmp_path_factory.mktemp("fill")
-    prelude = """
-struct Dim3 { int x = 1, y = 1, z = 1; };
-static Dim3 gridDim, blockDim;
-static struct { int x = 0; } blockIdx, threadIdx;
-#define __device__
-#define __forceinline__ inline
-#define __global__
-"""
-    (folder / "fill.cpp").write_text(prelude + SOURCE)
-    command = ["g++", "-O1", "-shared", "-fPIC", "-o", str(folder / "fill.so"), str(folder / "fill.cpp")]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(folder / "fill.so"))
 
 
 @pytest.mark.parametrize("table", TABLES)
