@@ -12,6 +12,7 @@ from tests.support.shared import REPOSITORY
 PAGES = ["docs/architecture.md", "docs/adding-an-op.md"]
 # A file that is named without its folder lies in one of these.
 FOLDERS = [
+    "kestrel/benchmark",
     "kestrel",
     "kestrel/checkpoints",
     "kestrel/text",
