@@ -22,9 +22,12 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 # Never fast-math: no flag here may change a bit. -fno-math-errno only drops the store to errno (sqrt becomes
-# one instruction); contraction is off, so that fma happens exactly where the source says fma.
+# one instruction); contraction is off, so that fma happens exactly where the source says fma. The vectorisers are
+# off because g++ 12 loses the order of an ordered float sum that takes its terms permuted (seen: (s + y) + x
+# compiled as (s + x) + y); vector forms are written with intrinsics.
 FLAGS = [
     *["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
+    *["-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
     *["-fPIC", "-pthread", "-g0", "-DNDEBUG", "-Wall", "-Wextra"],
 ]
 # GCC's own headers of these intrinsics read registers they leave undefined on purpose, and warn about it.
@@ -38,15 +41,9 @@ ISA_FLAGS = {
 
 
 def isa_flags(source: Path) -> list[str]:
-    # Device code reads the same memory as bytes, words and vectors. g++ 12 vectorises an ordered sum of
-    # floats and loses the order of a permuted one (seen: (s + y) + x compiled as (s + x) + y): not here.
+    # Device code reads the same memory as bytes, words and vectors.
     if source.name.startswith("simt_"):
-        return [
-            "-fno-strict-aliasing",
-            "-fno-tree-vectorize",
-            "-fno-tree-slp-vectorize",
-            "-Wno-unknown-pragmas",
-        ]
+        return ["-fno-strict-aliasing", "-Wno-unknown-pragmas"]
     return next((flags for suffix, flags in ISA_FLAGS.items() if source.name.endswith(suffix)), [])
 
 
