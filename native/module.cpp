@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <optional>
+#include <thread>
 
 #include "cpu.h"
 #include "exp_f64.h"
@@ -36,6 +38,30 @@ Isa parse_isa(const std::string &name) {
     throw py::value_error("no ISA level is called '" + name + "': scalar, avx2 or avx512");
 }
 
+bool finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Runs without the GIL. A thread that wants it back while the interpreter ends would be ended by Python through
+// pthread_exit, which may not unwind destructors and would abort the process: such a thread sleeps instead.
+class WithoutGil {
+   public:
+    WithoutGil() : state_(PyEval_SaveThread()) {}
+    ~WithoutGil() {
+        while (finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
+        PyEval_RestoreThread(state_);
+    }
+    WithoutGil(const WithoutGil &) = delete;
+    WithoutGil &operator=(const WithoutGil &) = delete;
+
+   private:
+    PyThreadState *state_;
+};
+
 // A check of Python's signals for a caller that has released the GIL; empty where Python would not deliver any.
 std::function<void()> signal_check() {
     const auto threading = py::module_::import("threading");
@@ -54,7 +80,7 @@ void run_program(Program &program, py::ssize_t begin, std::optional<py::ssize_t>
                               std::to_string(size));
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     const auto check = signal_check();
-    py::gil_scoped_release release;
+    const WithoutGil release;
     program.run(static_cast<size_t>(begin), static_cast<size_t>(end), check);
 }
 
@@ -92,7 +118,7 @@ Array<T> map_array(const Array<T> &x, void (*function)(const T *, T *, size_t)) 
     const T *in = x.data();
     T *out = y.mutable_data();
     const auto n = static_cast<size_t>(x.size());
-    py::gil_scoped_release release;
+    const WithoutGil release;
     FpenvGuard guard;
     function(in, out, n);
     return y;
@@ -118,7 +144,7 @@ py::dict ucrt_sweep_dict(const std::string &function, const std::string &a, cons
                                     b_below};
     UcrtSweep sweep;
     {
-        py::gil_scoped_release release;
+        const WithoutGil release;
         sweep = ucrt_sweep(comparison, threads);
     }
     py::dict result;
@@ -168,7 +194,7 @@ PYBIND11_MODULE(_native, m) {
         "read_bandwidth",
         [](size_t nbytes, int threads) {
             if (threads < 1 || threads > 1024) throw py::value_error("threads must be 1 to 1024");
-            py::gil_scoped_release release;
+            const WithoutGil release;
             return read_bandwidth(nbytes, threads);
         },
         py::arg("nbytes"), py::arg("threads"));

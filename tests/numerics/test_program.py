@@ -263,3 +263,32 @@ def test_read_bandwidth() -> None:
     assert 0.1 < _native.read_bandwidth(1 << 24, 2) < 10_000
     with pytest.raises(ValueError, match="threads"):
         _native.read_bandwidth(1 << 20, 0)
+
+
+EXITING = """
+import threading, time
+import numpy as np
+from kestrel import _native
+from tests.support.run_op import op_args
+
+x, y = np.zeros(300_000, np.float32), np.ones(300_000, np.float32)
+op = ("add", bytes(op_args("add", x=x, y=y, n=x.size)))
+program = _native.Program([op] * 20, {threads}, "scalar")
+
+def work():
+    while True:
+        program.run()
+
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_interpreter_ends_while_a_daemon_thread_runs(threads: int) -> None:
+    """Python ends a thread that asks for the GIL then; through C++ frames that would abort the process."""
+    for _ in range(3):
+        command = [sys.executable, "-c", EXITING.format(threads=threads)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
