@@ -85,9 +85,11 @@ class Engine:
             self.decode_model = Model(config, weights, decode_backend, slots=context, max_rows=1)
         self._cached: list[int] = []  # tokens whose KV rows the prompt model holds
         self._running = False
+        self._closed = False
 
     def close(self) -> None:
-        """Release the devices' memory; the engine cannot be used afterwards."""
+        """Release the devices' memory; the engine cannot be used afterwards, nor its open generations."""
+        self._closed = True
         self.prompt_model.backend.close()
         self.decode_model.backend.close()
 
@@ -164,6 +166,8 @@ class Engine:
                     yield token
                     if count == limit:
                         return
+                    if self._closed:
+                        raise KestrelError("the model was closed while this generation ran")
                     token = next(following)
             finally:
                 following.close()

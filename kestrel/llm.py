@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from kestrel.backend import Backend
 from kestrel.backends import Placement, choose_mode, make_backend, parse_device
 from kestrel.checkpoints.manifest import read_manifest
 from kestrel.engine import DEFAULT_CHUNK, Engine
-from kestrel.errors import KestrelError, UsageError
+from kestrel.errors import KestrelError, UsageError, shown
 from kestrel.l2_dump import DumpWriter
 from kestrel.model import TapLevel
 from kestrel.paths import resolve_model
@@ -93,6 +93,19 @@ class LLM:
         Raises ModelError (a damaged folder: every fault is listed), BackendError (the device is missing),
         UsageError (a value out of range), KestrelError (no such folder).
         """
+        if not (path is None or isinstance(path, (str, os.PathLike))):
+            raise UsageError(f"path must be a folder's name, not {shown(path)}")
+        for name, value in (("threads", threads), ("ctx_size", ctx_size), ("chunk", chunk)):
+            whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+            if not whole and (value is not None or name == "chunk"):
+                raise UsageError(f"{name} must be a whole number, not {shown(value)}")
+        for name, text in (("device", device), ("mode", mode)):
+            if not isinstance(text, str):
+                raise UsageError(f"{name} must be text, not {shown(text)}")
+        if not (isa is None or isinstance(isa, str)):
+            raise UsageError(f"isa must be text or None, not {shown(isa)}")
+        if not isinstance(graph, bool):
+            raise UsageError(f"graph must be True or False, not {shown(graph)}")
         self.path = resolve_model(path)
         parse_device(device)
         self.mode = choose_mode(mode)
@@ -234,6 +247,12 @@ class LLM:
             params = SamplingParams.from_kwargs(max_tokens=max_tokens, **sampling)
         elif sampling or max_tokens is not None:
             raise UsageError("give either params or single sampling parameters, not both")
+        elif not isinstance(params, SamplingParams):
+            raise UsageError(f"params must be SamplingParams, not {shown(params)}")
+        if l2_level not in ("standard", "extended"):
+            raise UsageError(f"unknown L2 level {l2_level!r}: choose standard or extended")
+        if not (l2_dump is None or isinstance(l2_dump, (str, os.PathLike))):
+            raise UsageError(f"l2_dump must be a file's name, not {shown(l2_dump)}")
         ids = self._ids(prompt_or_ids)
         self.engine.check_prompt(ids, params.max_tokens)
         dump = None
@@ -263,10 +282,18 @@ class LLM:
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        ids = list(prompt)
+        given: object = prompt
+        try:
+            # A set has no order, and bytes would pass as ids.
+            unfit = isinstance(given, (bytes, bytearray, Set, Mapping))
+            ids = None if unfit else list(prompt)
+        except TypeError:
+            ids = None
+        if ids is None:
+            raise UsageError(f"a prompt is text or a sequence of token ids, not {shown(given)}")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise UsageError(f"a prompt is text or a sequence of token ids; found {token!r}")
+                raise UsageError(f"a prompt is text or a sequence of token ids; found {shown(token)}")
         return [int(token) for token in ids]
 
     def describe(self) -> dict[str, str]:
@@ -281,8 +308,6 @@ class LLM:
     def _open_dump(
         self, path: str | os.PathLike[str], level: TapLevel, ids: list[int], params: SamplingParams
     ) -> DumpWriter:
-        if level not in ("standard", "extended"):
-            raise UsageError(f"unknown L2 level {level!r}: choose standard or extended")
         engine, facts = self.engine, self.describe()
         header = {
             "model": self.path.absolute().name,

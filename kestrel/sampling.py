@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.errors import UsageError
+from kestrel.errors import UsageError, shown
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 round multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # key increments per round
@@ -46,7 +46,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: object = self.stop  # callers may give one string
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop or ()))
+        if stop is None or isinstance(stop, (str, list, tuple)):
+            object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
         number = _is_number
         checks = [
             ("temperature", "a finite number >= 0", number(self.temperature) and self.temperature >= 0),
@@ -59,12 +60,16 @@ class SamplingParams:
                 "a whole number >= 1, or None",
                 self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
             ),
-            ("stop", "non-empty strings", all(isinstance(text, str) and text for text in self.stop)),
+            (
+                "stop",
+                "non-empty strings: one, a list or a tuple",
+                isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+            ),
             ("ignore_eos", "True or False", isinstance(self.ignore_eos, bool)),
         ]
         for name, expected, ok in checks:
             if not ok:
-                raise UsageError(f"{name} must be {expected}, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be {expected}, not {shown(getattr(self, name))}")
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> SamplingParams:
@@ -83,7 +88,12 @@ class SamplingParams:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, np.floating, np.integer)) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _is_int(value: object) -> bool:
@@ -122,7 +132,8 @@ def sample(logits: npt.NDArray[np.float32], params: SamplingParams, position: in
 
     index = _top_k(logits, params.top_k)
     x = logits[index].astype(np.float64)
-    p = exp_f64((x - x.max()) / params.temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf, of which exp is 0
+        p = exp_f64((x - x.max()) / float(params.temperature))
     if params.top_p < 1:
         kept = _top_p(logits[index], p, params.top_p)
         index, p = index[kept], p[kept]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -302,3 +303,61 @@ def test_a_dump_holds_every_position_that_ran(llm: LLM, tmp_path: Path) -> None:
         for name in fields
     ]
     assert [(key.position, key.layer, key.field) for key in keys] == expected
+
+
+# -- misuse --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, b"ab", bytearray(b"ab"), {5, 6}, {5: 6}, np.array(5), [[5]], [True], [5.0], ["5"]],
+    ids=repr,
+)
+def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
+    for request in (llm.generate, llm.logits):
+        with pytest.raises(UsageError, match="a prompt is text or a sequence of token ids"):
+            request(prompt)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("path", 5),
+        ("path", b"/tmp"),
+        *((name, value) for name in ("threads", "ctx_size", "chunk") for value in ("2", 1.5, True)),
+        ("chunk", None),
+        ("device", None),
+        ("mode", None),
+        ("isa", []),
+        ("graph", "no"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(model_folder: Path, argument: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{argument} must be"):
+        LLM(**{"path": model_folder, argument: value})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("params", {"max_tokens": 1}, "params must be SamplingParams"),
+        ("l2_level", "all", "unknown L2 level"),
+        ("l2_dump", 5, "l2_dump must be"),
+        ("l2_dump", b"x", "l2_dump must be"),
+    ],
+)
+def test_request_arguments_of_another_kind_are_refused(
+    llm: LLM, argument: str, value: Any, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        llm.generate("x", **{argument: value})
+
+
+def test_a_model_closed_under_an_open_stream(model_folder: Path) -> None:
+    llm = LLM(model_folder, threads=1, ctx_size=64)
+    stream = llm.stream("x", 9)
+    next(stream)
+    llm.close()
+    with pytest.raises(KestrelError, match="was closed while this generation ran"):
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"

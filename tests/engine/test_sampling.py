@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,3 +171,23 @@ def test_unknown_parameters_are_refused_with_a_hint() -> None:
 
 def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, 10**400) for name in ("temperature", "top_p", "min_p")),
+        *((name, True) for name in ("temperature", "top_p")),
+        *(("stop", value) for value in (5, b"x", {"a": 1}, {"a"}, ["a", 5])),
+    ],
+)
+def test_values_of_another_kind_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{field} must be"):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = np.array([-3e38, 1, 3e38, 2], np.float32)
+    assert sample(logits, SamplingParams(temperature=temperature), 0) == 2
