@@ -23,6 +23,7 @@ CHUNK = 256  # positions of an attention chunk, contract section 7
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
 HASHES_PER_LAUNCH = 32
+STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
 
@@ -32,6 +33,7 @@ class Tuning:
     """Parameters of speed alone."""
 
     sms: int = 132  # multiprocessors to fill
+    shared_limit: int = 232448  # bytes of shared memory that a block may take, as on Hopper
     elementwise_threads: int = 256
     norm_threads: int = 256
     qk_norm_heads: int = 4  # heads of a block
@@ -226,7 +228,11 @@ def attention_geometry(a: Any, t: Tuning) -> tuple[Dim3, int, int]:
     """Grid, threads and query heads of a block of an attention launch."""
     _check_head_dim(a.hd)
     per_kv = a.nh // a.nkv
-    slices = _ceil(per_kv, min(per_kv, t.attention_heads))
+    most = min(per_kv, t.attention_heads)
+    # The stage form takes more, so what it may take serves both.
+    while most > 1 and attention_shared_bytes(most, a.hd, stage=True) > t.shared_limit - STATIC_SHARED:
+        most -= 1
+    slices = _ceil(per_kv, most)
     heads = _ceil(per_kv, slices)
     slots = t.attention_slots if a.M <= SPLIT_ROWS and a.work else 1
     if slots > 1 and a.M * a.nh >= ATTENTION_COUNTERS:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kestrel.launch import (
     ATTENTION_COUNTERS,
+    STATIC_SHARED,
     Launch,
     Mode,
     Plan,
@@ -190,6 +191,8 @@ def _norm(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     threads = 32 * t.stage_warps
     shared = norm_shared_bytes(norm.d)
+    if shared > t.shared_limit - STATIC_SHARED:
+        return None
     if norm.M == 1 and _names(ops, "rms_norm", "quantize_a8", "matmul"):
         mm: Any = ops[2].args
         suffix, rows = _shape(norm.d // 32)
@@ -211,6 +214,8 @@ def _router(ops: Sequence[Op], t: Tuning, counter: int) -> Stage | None:
     if norm.M != 1 or not fits or a8.x != norm.out or a8.M != 1 or norm.d % 32:
         return None
     shared = max(norm_shared_bytes(norm.d) + 4 * 2 * (weight.k + 8), router_shared_bytes(topk.E, topk.T))
+    if shared > t.shared_limit - STATIC_SHARED:
+        return None
     args = NormRouterArgs(norm, a8, mm, topk, counter)
     grid = (_ceil(weight.n, 4), 1, 1)
     launch = Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)

@@ -217,7 +217,8 @@ class CudaBackend:
         self.name = f"cuda:{device_index}"
         self.mode: Mode = mode
         self.graph = graph
-        self.tuning = Tuning(sms=self.device.multiprocessors) if tuning is None else tuning
+        limits = Tuning(sms=self.device.multiprocessors, shared_limit=self.device.shared_bytes_per_block)
+        self.tuning = limits if tuning is None else tuning
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         with self._device():
             self.stream = self._cupy.cuda.Stream(non_blocking=True)

@@ -12,7 +12,7 @@ pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`"
 
 from kestrel import _simt
 from kestrel.config import ModelConfig
-from kestrel.launch import Tuning
+from kestrel.launch import STATIC_SHARED, Tuning, plan
 from kestrel.ops import WType
 from kestrel.simt import SimtBackend
 from tests.support.bits import assert_bits_equal
@@ -97,6 +97,7 @@ def test_decode_across_attention_chunks() -> None:
 # Two other values of every parameter; a new parameter without an entry fails the test below.
 VARIANTS: dict[str, tuple[int, int]] = {
     "sms": (1, 200),
+    "shared_limit": (20_000, 99 * 1024),
     "elementwise_threads": (32, 1024),
     "norm_threads": (32, 512),
     "qk_norm_heads": (1, 7),
@@ -145,6 +146,19 @@ def test_tuning_changes_no_bit(field: str, reference: tuple[ModelConfig, npt.NDA
     for i, value in enumerate(VARIANTS[field]):
         assert value != getattr(Tuning(), field)
         run_tuned(replace(Tuning(), **{field: value}), i, reference)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_launch_takes_more_shared_memory_than_a_block_may(head_dim: int, rows: int) -> None:
+    """99 KB is what blocks of sm_86, sm_89 and sm_120 may take; 8 heads of 256 would need more."""
+    config = tiny_config("qwen3_moe", heads=16, kv_heads=2, head_dim=head_dim)
+    ops = make_model(config, slots=270).step(rows, 1, "standard").ops
+    small = Tuning(shared_limit=99 * 1024)
+    needed = [launch.shared for launch in plan(ops, "l2exact", small).main]
+    assert max(needed) <= small.shared_limit - STATIC_SHARED
+    if head_dim == 256:
+        assert max(launch.shared for launch in plan(ops, "l2exact", Tuning()).main) > small.shared_limit
 
 
 def test_random_tunings_change_no_bit(reference: tuple[ModelConfig, npt.NDArray[np.int32], Run]) -> None:
