@@ -74,7 +74,11 @@ def template_variables(template: str) -> frozenset[str]:
     """The names that a template reads from outside, for instance ``enable_thinking``."""
     import jinja2.meta
 
-    return frozenset(jinja2.meta.find_undeclared_variables(_compile(template).environment.parse(template)))
+    environment = _compile(template).environment
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+    except RecursionError:  # here the limit may be nearer than it was to the compiler
+        raise ChatTemplateError("chat template: it is nested too deep") from None
 
 
 # -- data -------------------------------------------------------------------------------------------
@@ -163,6 +167,10 @@ def _compile(template: str) -> jinja2.Template:
         raise ChatTemplateError(
             f"chat template line {error.lineno}: syntax error: {error.message}"
         ) from error
+    except SyntaxError as error:  # `break` outside a loop: jinja lets it pass, Python does not
+        raise ChatTemplateError(f"chat template: syntax error: {error.msg}") from None
+    except RecursionError:
+        raise ChatTemplateError("chat template: it is nested too deep") from None
 
 
 @lru_cache(maxsize=1)

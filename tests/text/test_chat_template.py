@@ -169,6 +169,10 @@ def test_the_templates_own_message_is_shown() -> None:
         ("{{ 1 // 0 }}", r"ZeroDivisionError"),
         ("{{ 'x' | nosuchfilter }}", r"No filter named 'nosuchfilter'"),
         ("{{ messages[0] | tojson(indent='x', sort_keys=1) + 1 }}", r"TypeError"),
+        ("{% break %}", r"chat template: syntax error: 'break' outside loop"),
+        ("{{" * 1000, r"chat template: it is nested too deep"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"chat template: it is nested too deep"),
+        ("{{ " + "-" * 5000 + "1 }}", r"chat template: it is nested too deep"),
     ],
 )
 def test_broken_templates(template: str, message: str) -> None:
