@@ -381,7 +381,7 @@ def write_out(text: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """``update(done, total)`` of a bar on stderr; None unless ``shown`` and stderr is a terminal that can draw."""
+    """``update(done, total)`` of a bar on stderr; None unless ``shown`` and stderr is a drawing terminal."""
     if not shown or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
