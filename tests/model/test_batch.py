@@ -109,3 +109,19 @@ def test_rows_out_of_range_are_refused(
     model = make_model(tiny_config("llama"), slots=32)
     with pytest.raises(ValueError, match=message):
         run_rows(model, ids, positions, base)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_what_lies_behind_the_last_row_is_not_read(family: Family, threads: int) -> None:
+    """100 rows where there is room for 112, every buffer full of NaN before: nothing changes."""
+    config = tiny_config(family)
+    ids = random_ids(100, config.vocab_size)
+    expected = run_tokens(make_model(config, max_rows=100), ids, taps="extended")
+    model = make_model(config, threads=threads, max_rows=112)
+    model.step(100, 100, "extended")
+    for buffer in model.activations():
+        model.backend.write(buffer, np.full(buffer.shape, -1, np.int64).astype(buffer.dtype))
+        if buffer.dtype == np.float32:
+            model.backend.write(buffer, np.full(buffer.shape, np.nan, np.float32))
+    assert_same_bits(run_tokens(model, ids, chunk=100, taps="extended"), expected)
