@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 EXTRAS ?= gguf,dev
-STAMP = $(VENV)/.kestrel-installed
+comma = ,
+STAMP = $(VENV)/.kestrel-installed-with-$(subst $(comma),-,$(EXTRAS))
 # Without build isolation pip installs no build requirements, and Python 3.11 comes with a setuptools that is too old.
 export BUILD_REQUIRES = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])
 
@@ -17,7 +18,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c "$$BUILD_REQUIRES")
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+	KESTREL_SKIP_NATIVE=1 $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
 
 setup: $(STAMP) native ## virtual environment with the package and its development tools

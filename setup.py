@@ -130,7 +130,9 @@ def native_sources(*, simt: bool) -> list[str]:
     return sorted(p.relative_to(ROOT).as_posix() for p in found if p.name.startswith("simt_") == simt)
 
 
-extensions = [Extension("kestrel._native", native_sources(simt=False))]
+# An editable install would compile in a temporary folder what `make native` then compiles in place.
+skip = os.environ.get("KESTREL_SKIP_NATIVE") == "1"
+extensions = [] if skip else [Extension("kestrel._native", native_sources(simt=False))]
 if os.environ.get("KESTREL_BUILD_SIMT") == "1":
     extensions.append(Extension("kestrel._simt", native_sources(simt=True)))
 

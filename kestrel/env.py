@@ -221,6 +221,7 @@ env = Env()
 # Variables of the build and the tests, read there alone.
 DEVELOPMENT = {
     "KESTREL_BUILD_SIMT": "1: `setup.py` also builds the kernels for the CPU, which only tests use.",
+    "KESTREL_SKIP_NATIVE": "1: `setup.py` builds no native module; `make native` builds it in place.",
     "KESTREL_DEMO_GGUF": "The demo model's GGUF file, for tests that need it.",
     "KESTREL_SHARED": "Folder of larger test material; `shared` beside the repository without it.",
 }
