@@ -22,9 +22,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 # Never fast-math: no flag here may change a bit. -fno-math-errno only drops the store to errno (sqrt becomes
-# one instruction); contraction is off, so that fma happens exactly where the source says fma. The vectorisers are
-# off because g++ 12 loses the order of an ordered float sum that takes its terms permuted (seen: (s + y) + x
-# compiled as (s + x) + y); vector forms are written with intrinsics.
+# one instruction); contraction is off, so that fma happens exactly where the source says fma. The vectorisers
+# are off because g++ 12 loses the order of an ordered float sum that takes its terms permuted (seen:
+# (s + y) + x compiled as (s + x) + y); vector forms are written with intrinsics.
 FLAGS = [
     *["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
     *["-fno-tree-vectorize", "-fno-tree-slp-vectorize"],

@@ -256,7 +256,10 @@ def test_original_context_beside_the_scaling_object_wins() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {**YARN, "attn_factor": 0.8}}, "rope_scaling.attn_factor is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor must be a number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "rope factor must be 1e-09 to 1e+09, not 0.0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
+            "rope factor must be 1e-09 to 1e+09, not 0.0",
+        ),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta 1000000.0 contradicts"),

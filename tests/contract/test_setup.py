@@ -24,8 +24,9 @@ def test_setup_installs_what_the_build_requires(tmp_path: Path) -> None:
         f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\nprintf "%s\\n" "$*" >>"{log}"\n'
     )
     python.chmod(0o755)
-    stamp = tmp_path / ".kestrel-installed"
-    subprocess.run(["make", f"VENV={tmp_path}", str(stamp)], cwd=REPOSITORY, check=True, capture_output=True)
+    stamp = tmp_path / ".kestrel-installed-with-gguf-dev"
+    command = ["make", f"VENV={tmp_path}", "EXTRAS=gguf,dev", str(stamp)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     first, second = log.read_text().splitlines()
     assert first.split()[:4] == ["-m", "pip", "install", "--quiet"]
     assert first.split()[4:] == project["build-system"]["requires"]
