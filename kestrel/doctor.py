@@ -18,7 +18,7 @@ from kestrel.env import FOREIGN, Env, env
 from kestrel.errors import KestrelError
 from kestrel.paths import MANIFEST, demo_model_folder, resolve_model, user_models
 
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "rich", "gguf", "matplotlib")
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "rich", "gguf")
 GPU_PACKAGES = (
     "cupy-cuda12x",
     "cupy-cuda13x",
