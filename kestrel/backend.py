@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.config import ModelConfig
 from kestrel.ops import Op
 
 
@@ -66,6 +67,9 @@ class Backend(Protocol):
 
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         """Bytes of scratch that attention of these maxima needs in ``AttentionArgs.work``; 0 for none."""
+
+    def check_model(self, config: ModelConfig) -> None:
+        """BackendError naming what of the model this backend cannot run; asked before an upload."""
 
     def check_memory(self, parts: Mapping[str, int]) -> None:
         """BackendError with the numbers unless ``parts`` (what it is for -> bytes) fit together."""

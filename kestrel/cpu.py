@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kestrel import _native
 from kestrel.backend import Buffer
+from kestrel.config import ModelConfig
 from kestrel.env import env
 from kestrel.errors import BackendError, UsageError
 from kestrel.ops import Op
@@ -92,6 +93,9 @@ class CpuBackend:
 
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         return 0
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Every model that loads runs here."""
 
     def check_memory(self, parts: Mapping[str, int]) -> None:
         """Nothing to check: weights are views of the mapped file, and memory is taken as it is used."""

@@ -78,6 +78,7 @@ class Engine:
         self.chunk = min(chunk, context)
         for each, rows in ((backend, self.chunk), (decode_backend, 1)):
             if each is not None:
+                each.check_model(config)
                 each.check_memory(memory_parts(config, weights, context, rows))
         self.prompt_model = Model(config, weights, backend, slots=context, max_rows=self.chunk)
         self.decode_model = self.prompt_model

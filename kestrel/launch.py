@@ -209,7 +209,7 @@ def _matmul(a: Any, t: Tuning) -> list[Launch]:
 
 
 def _qk_norm(a: Any, t: Tuning) -> list[Launch]:
-    _check_head_dim(a.hd)
+    check_head_dim(a.hd)
     heads = t.qk_norm_heads
     blocks = _ceil(a.M * a.heads, heads)
     return [Launch("k_qk_norm_cpu", (blocks, 1, 1), (32, heads, 1), 4 * heads * (a.hd + 4), a)]
@@ -226,7 +226,7 @@ def _kv_append(a: Any, t: Tuning) -> list[Launch]:
 
 def attention_geometry(a: Any, t: Tuning) -> tuple[Dim3, int, int]:
     """Grid, threads and query heads of a block of an attention launch."""
-    _check_head_dim(a.hd)
+    check_head_dim(a.hd)
     per_kv = a.nh // a.nkv
     most = min(per_kv, t.attention_heads)
     # The stage form takes more, so what it may take serves both.
@@ -249,7 +249,8 @@ def _attention(a: Any, t: Tuning) -> list[Launch]:
     return [Launch("k_attn_decode_online", grid, (threads, 1, 1), shared, a)]
 
 
-def _check_head_dim(hd: int) -> None:
+def check_head_dim(hd: int) -> None:
+    """BackendError unless the kernels have a form for heads of ``hd`` elements."""
     if hd % 16 or hd > 256:
         raise BackendError(f"the kernels take head sizes that are multiples of 16 up to 256, not {hd}")
 

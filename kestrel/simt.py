@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kestrel import _simt
+from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend, CpuBuffer
-from kestrel.launch import Launch, Mode, Tuning, attention_work_bytes, launches, plan
+from kestrel.launch import Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, plan
 from kestrel.ops import Op
 
 ALIGNMENT = 256  # of every buffer, as on a GPU
@@ -58,6 +59,9 @@ class SimtBackend(CpuBackend):
         self.mode = mode
         self.tuning = tuning or Tuning()
         self.seed = seed
+
+    def check_model(self, config: ModelConfig) -> None:
+        check_head_dim(config.head_dim)
 
     def describe(self) -> dict[str, str]:
         return {"backend": self.name, "mode": self.mode}

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kestrel.backend import Buffer
+from kestrel.config import ModelConfig
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.environment import load_cupy, open_device
 from kestrel.cuda.feedback import GreedyLoop
@@ -26,6 +27,7 @@ from kestrel.launch import (
     Plan,
     Tuning,
     attention_work_bytes,
+    check_head_dim,
     launches,
     plan,
 )
@@ -241,6 +243,9 @@ class CudaBackend:
         }
 
     # -- memory ----------------------------------------------------------------------------------------------
+
+    def check_model(self, config: ModelConfig) -> None:
+        check_head_dim(config.head_dim)
 
     def check_memory(self, parts: Mapping[str, int]) -> None:
         """BackendError with all numbers unless ``parts`` (what it is for -> bytes) fit together."""

@@ -12,6 +12,8 @@ pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`"
 
 from kestrel import _simt
 from kestrel.config import ModelConfig
+from kestrel.engine import Engine
+from kestrel.errors import BackendError
 from kestrel.launch import STATIC_SHARED, Tuning, plan
 from kestrel.ops import WType
 from kestrel.simt import SimtBackend
@@ -146,6 +148,12 @@ def test_tuning_changes_no_bit(field: str, reference: tuple[ModelConfig, npt.NDA
     for i, value in enumerate(VARIANTS[field]):
         assert value != getattr(Tuning(), field)
         run_tuned(replace(Tuning(), **{field: value}), i, reference)
+
+
+def test_a_head_size_without_kernels_is_refused_before_anything_is_uploaded() -> None:
+    config = tiny_config("qwen3", head_dim=40)
+    with pytest.raises(BackendError, match="multiples of 16 up to 256, not 40"):
+        Engine(config, {}, SimtBackend())
 
 
 @pytest.mark.parametrize("rows", [1, 9])
