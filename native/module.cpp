@@ -38,27 +38,22 @@ Isa parse_isa(const std::string &name) {
     throw py::value_error("no ISA level is called '" + name + "': scalar, avx2 or avx512");
 }
 
-bool finalizing() {
-#if PY_VERSION_HEX >= 0x030d0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
-}
-
-// Runs without the GIL. A thread that wants it back while the interpreter ends would be ended by Python through
-// pthread_exit, which may not unwind destructors and would abort the process: such a thread sleeps instead.
+// Runs without the GIL. Python ends a thread that wants it back while the interpreter ends, by pthread_exit, whose
+// unwinding may not pass a destructor and would abort the process. Such a thread stays here until the process is gone.
 class WithoutGil {
-   public:
+  public:
     WithoutGil() : state_(PyEval_SaveThread()) {}
     ~WithoutGil() {
-        while (finalizing()) std::this_thread::sleep_for(std::chrono::hours(1));
-        PyEval_RestoreThread(state_);
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {  // abi::__forced_unwind: it must be neither swallowed nor passed on
+            for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
     }
     WithoutGil(const WithoutGil &) = delete;
     WithoutGil &operator=(const WithoutGil &) = delete;
 
-   private:
+  private:
     PyThreadState *state_;
 };
 
