@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.checkpoints.gguf import LAYER_NAMES, TOP_NAMES
 from kestrel.config import ModelConfig
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, Weights
@@ -23,26 +24,7 @@ _TYPE = {
     WType.q4local: gguf.GGMLQuantizationType.Q4_0,
     WType.q8local: gguf.GGMLQuantizationType.Q8_0,
 }
-_NAMES = {
-    "embed": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "o": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-    "router": "ffn_gate_inp",
-    "experts.gate": "ffn_gate_exps",
-    "experts.up": "ffn_up_exps",
-    "experts.down": "ffn_down_exps",
-}
+_NAMES = {**TOP_NAMES, **LAYER_NAMES}
 
 
 def export_gguf(config: ModelConfig, weights: Weights, file: Path) -> None:

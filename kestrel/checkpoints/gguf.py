@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _VERSIONS = (2, 3)
 _FAMILIES: dict[str, Family] = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
-_TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
-_LAYER_NAMES = {
+# Canonical names and GGUF's, without "blk.N." and ".weight".
+TOP_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+LAYER_NAMES = {
     "attn_norm": "attn_norm",
     "q": "attn_q",
     "k": "attn_k",
@@ -427,10 +428,10 @@ def _match(
 
 
 def _source_name(spec: TensorSpec) -> str:
-    if spec.name in _TOP_NAMES:
-        return _TOP_NAMES[spec.name] + ".weight"
+    if spec.name in TOP_NAMES:
+        return TOP_NAMES[spec.name] + ".weight"
     _, layer, leaf = spec.name.split(".", 2)
-    return f"blk.{layer}.{_LAYER_NAMES[leaf]}.weight"
+    return f"blk.{layer}.{LAYER_NAMES[leaf]}.weight"
 
 
 _PLAIN: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
