@@ -221,3 +221,22 @@ DEVICE void warp_a8_one(const float *x, const QuantizeA8Args &a8, long long g) {
         a8.gsum[g] = sum;
     }
 }
+
+// The a8 row and the norm, written once for taps and for later stages that read them.
+DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, const NormShared &sh, int m) {
+    const int groups = a8.K / 32;
+    for (int i = threadIdx.x; i < norm.d; i += blockDim.x) norm.out[(long long)m * norm.d + i] = sh.x[i];
+    for (int i = threadIdx.x; i < a8.K / 4; i += blockDim.x)
+        ((unsigned *)a8.q)[(long long)m * (a8.K / 4) + i] = ((const unsigned *)sh.q)[i];
+    for (int g = threadIdx.x; g < groups; g += blockDim.x) {
+        a8.d[(long long)m * groups + g] = sh.d[g];
+        a8.gsum[(long long)m * groups + g] = sh.gsum[g];
+    }
+}
+
+// rms_norm and a8 of row m into shared memory; waits for the kernel that makes the row; ends with a barrier.
+DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
+    block_rms_norm(norm.x + (long long)m * norm.d, norm.w, norm.d, norm.eps, sh);
+    block_a8(sh.x, norm.d / 32, sh.q, sh.d, sh.gsum);
+    __syncthreads();
+}

@@ -1,4 +1,4 @@
-// Argument structs of the fused stages: the structs of the ops that a stage joins, by value. kestrel/stages.py
+// Argument structs of the fused stages: the structs of the ops that a stage joins, by value. kestrel/stages/args.py
 // repeats the layout. A stage runs one row (M = 1), leaves the bits of its ops in every buffer that a tap reads, and
 // leaves alone the buffers between its ops that nothing else reads.
 #pragma once

@@ -6,6 +6,7 @@
 #include "../kernels/elementwise.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/moe_stages.cu"
 #include "../kernels/stages.cu"
 
 namespace simt {

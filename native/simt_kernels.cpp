@@ -10,6 +10,7 @@
 #include "../kernels/moe.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/moe_stages.cu"
 #include "../kernels/stages.cu"
 
 namespace simt {

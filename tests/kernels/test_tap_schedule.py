@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
-from kestrel import stages
 from kestrel.launch import plan
 from kestrel.simt import SimtBackend, run_launch
+from kestrel.stages import planner, stage
 from kestrel.tap_schedule import TapGroup, TimedTap, group_taps
 from tests.support.forward import make_model
 from tests.support.models import tiny_config
@@ -70,6 +70,7 @@ def test_early_and_late_are_equal(family: str, rows: int) -> None:
 def test_a_forgotten_write_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tiny_config("qwen3"), backend=SimtBackend(), slots=16)
     expected = hashes(model, 2, "standard", late=False)
-    real = stages._outputs
-    monkeypatch.setattr(stages, "_outputs", lambda op: [] if op.name == forgotten else real(op))
+    real = stage.outputs
+    for module in (stage, planner):
+        monkeypatch.setattr(module, "outputs", lambda op: [] if op.name == forgotten else real(op))
     assert not np.array_equal(hashes(model, 2, "standard", late=True), expected)

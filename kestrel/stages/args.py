@@ -1,0 +1,61 @@
+"""Argument structs of the stages: mirrors of ``kernels/stage_args.h``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kestrel.ops import (
+    AddArgs,
+    AttentionArgs,
+    KvAppendArgs,
+    MatmulArgs,
+    MoeCombineArgs,
+    MoeMatmulArgs,
+    QkNormArgs,
+    QuantizeA8Args,
+    RmsNormArgs,
+    RopeArgs,
+    RouterTopkArgs,
+    SwigluArgs,
+)
+
+
+def _struct(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+PREFETCH_RANGES = 6
+PrefetchRanges = _struct(
+    "PrefetchRanges",
+    ("start", ctypes.c_uint64 * PREFETCH_RANGES),
+    ("bytes", ctypes.c_int64 * PREFETCH_RANGES),
+)
+NormA8Args = _struct("NormA8Args", ("norm", RmsNormArgs), ("a8", QuantizeA8Args))
+NormMatmulArgs = _struct("NormMatmulArgs", ("norm", RmsNormArgs), ("a8", QuantizeA8Args), ("mm", MatmulArgs))
+MatmulAddArgs = _struct("MatmulAddArgs", ("mm", MatmulArgs), ("add", AddArgs))
+AttentionStageArgs = _struct(
+    "AttentionStageArgs",
+    ("q_norm", QkNormArgs),
+    ("k_norm", QkNormArgs),
+    ("rope", RopeArgs),
+    ("kv", KvAppendArgs),
+    ("attn", AttentionArgs),
+    ("a8", QuantizeA8Args),
+    ("normed", ctypes.c_uint64),
+    ("roped", ctypes.c_uint64),
+    ("next", PrefetchRanges),
+    ("has_norm", ctypes.c_int32),
+    ("has_a8", ctypes.c_int32),
+)
+NormRouterArgs = _struct(
+    "NormRouterArgs",
+    ("norm", RmsNormArgs),
+    ("a8", QuantizeA8Args),
+    ("mm", MatmulArgs),
+    ("topk", RouterTopkArgs),
+    ("counter", ctypes.c_uint64),
+    ("next", PrefetchRanges),
+)
+GateUpArgs = _struct("GateUpArgs", ("mm", MoeMatmulArgs), ("swiglu", SwigluArgs), ("a8", QuantizeA8Args))
+MoeDownArgs = _struct("MoeDownArgs", ("mm", MoeMatmulArgs), ("combine", MoeCombineArgs), ("add", AddArgs))

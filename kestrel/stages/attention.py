@@ -1,0 +1,49 @@
+"""The attention stage: ``k_attn_stage`` of ``kernels/attention.cu``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kestrel.launch import ATTENTION_COUNTERS, Launch, Tuning, attention_geometry, attention_shared_bytes
+from kestrel.ops import Op
+from kestrel.stages.args import AttentionStageArgs
+from kestrel.stages.stage import Stage, names, written
+
+
+def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
+    norms = 2 if names(ops, "qk_norm", "qk_norm") else 0
+    if not names(ops[norms:], "rope", "kv_append", "attention"):
+        return None
+    rope, kv, attn = (op.args for op in ops[norms : norms + 3])
+    q, size = rope.x, 4 * attn.nh * attn.hd
+    fits = rope.M == 1 and kv.M == 1 and attn.M == 1 and attn.work and attn.q == q and kv.k == q + size
+    if not fits or rope.heads != attn.nh + attn.nkv or attn.kq != kv.kq:
+        return None
+    args = AttentionStageArgs(rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2))
+    if norms:
+        q_norm, k_norm = ops[0].args, ops[1].args
+        if q_norm.x != q or q_norm.heads != attn.nh or k_norm.x != kv.k or k_norm.heads != attn.nkv:
+            return None
+        args.q_norm, args.k_norm = q_norm, k_norm
+    grid, threads, heads = attention_geometry(attn, t)
+    count = norms + 3
+    if names(ops[count:], "quantize_a8"):
+        a8: Any = ops[count].args
+        if a8.x == attn.out and a8.M == 1 and attn.hd % 32 == 0:
+            args.a8, args.has_a8 = a8, 1
+            count += 1
+    args.normed = attn.work + 4 * ATTENTION_COUNTERS
+    args.roped = args.normed + 8 * attn.nh * attn.hd
+    rows = (q, q + 4 * (attn.nh + attn.nkv) * attn.hd)
+
+    def moved(i: int, address: int) -> int | None:
+        if not rows[0] <= address < rows[1]:
+            return None
+        return int((args.normed if i < norms else args.roped) + address - q)
+
+    shared = attention_shared_bytes(heads, attn.hd, stage=True)
+    launch = Launch("k_attn_stage", grid, (threads, 1, 1), shared, args)
+    stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
+    # q and k stay as the matmul left them: the stage works on copies.
+    return Stage(ops[:count], [launch], [stored, *written(ops[norms + 1 : count])], moved=moved)

@@ -1,0 +1,127 @@
+"""Cuts the ops of a step into stages and places its taps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kestrel.launch import (
+    ATTENTION_COUNTERS,
+    Launch,
+    Mode,
+    Plan,
+    SideLaunch,
+    Tuning,
+    in_mode,
+    launches,
+    merge_hashes,
+)
+from kestrel.ops import Op, WType
+from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs, NormRouterArgs
+from kestrel.stages.attention import attention
+from kestrel.stages.matmul import matmul_add, norm
+from kestrel.stages.moe import gate_up, moe_down, router
+from kestrel.stages.stage import Stage, outputs, overlap, source, written
+from kestrel.tap_schedule import TimedTap, group_taps
+
+
+def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list[Stage]:
+    """Cut ``ops`` into stages; ``taps[i]`` are the hashes between op i and the next."""
+    work = next((int(op.args.work) for op in ops if op.name == "attention"), 0)
+    counter = work + 4 * (ATTENTION_COUNTERS - 1) if work else 0
+    found: list[Stage] = []
+    i = 0
+    while i < len(ops):
+        rest = ops[i:]
+        stage = (
+            attention(rest, t)
+            or router(rest, t, counter)
+            or norm(rest, t)
+            or gate_up(rest, t)
+            or moe_down(rest, t)
+            or matmul_add(rest, t)
+        )
+        if stage is None or not _taps_fit(stage, taps[i : i + len(stage.ops)]):
+            stage = Stage(ops[i : i + 1], launches(ops[i], "l2exact", t), outputs(ops[i]))
+        found.append(stage)
+        i += len(stage.ops)
+    _ask_ahead(found)
+    return found
+
+
+def _ask_ahead(stages: Sequence[Stage]) -> None:
+    """Stages that leave the memory idle ask for the weights of the next stage whose matrices are known."""
+    for i, stage in enumerate(stages):
+        args: Any = stage.launches[0].args
+        if not isinstance(args, (AttentionStageArgs, NormRouterArgs)):
+            continue
+        for later in stages[i + 1 :]:
+            following: Any = later.launches[0].args
+            if isinstance(following, (MatmulAddArgs, NormMatmulArgs)):
+                _set_ranges(args.next, following.mm)
+                break
+
+
+def _set_ranges(ranges: Any, mm: Any) -> None:
+    at = 0
+    for i in range(mm.n_w):
+        weight = mm.w[i]
+        scales = 0 if weight.wtype == WType.bf16 else 2 * weight.n * (weight.k // 32)
+        codes = weight.n * WType(weight.wtype).bytes_per_row(weight.k) - scales
+        for start, nbytes in ((weight.codes, codes), (weight.scale, scales)):
+            ranges.start[at], ranges.bytes[at] = start, nbytes
+            at += 1
+
+
+def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
+    """Whether every tap within the stage can read its value after the whole stage."""
+    for i, after in enumerate(taps):
+        for tap in after:
+            if stage.moved(i, tap.x) is not None:
+                continue
+            if overlap(source(tap), written(stage.ops[i + 1 :])) or overlap(source(tap), stage.hidden):
+                return False
+    return True
+
+
+def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
+    """The launches of a whole step; every mode joins the same ops."""
+    core = [op for op in ops if op.name != "l2_hash"]
+    taps: list[list[Any]] = [[] for _ in range(len(core) + 1)]  # by the ops before them
+    at = 0
+    for op in ops:
+        if op.name != "l2_hash":
+            at += 1
+        else:
+            taps[at].append(op.args)
+    stages = _stages(core, t, taps[1:])
+    main: list[Launch] = []
+    done: list[TimedTap] = []
+    pending = [TimedTap(tap, 0, 0) for tap in taps[0]]
+    at = 1
+    for stage in stages:
+        kept: list[TimedTap] = []
+        for waiting in pending:
+            if overlap(source(waiting.args), stage.written):
+                done.append(replace(waiting, deadline=len(main)))
+            else:
+                kept.append(waiting)
+        pending = kept
+        main += in_mode(stage.launches, mode)
+        for i, after in enumerate(taps[at : at + len(stage.ops)]):
+            for tap in after:
+                address = stage.moved(i, tap.x)
+                if address is not None:
+                    copy = type(tap).from_buffer_copy(tap)
+                    copy.x = address
+                    tap = copy
+                pending.append(TimedTap(tap, len(main), 0))
+        at += len(stage.ops)
+    done += [replace(tap, deadline=len(main)) for tap in pending]
+    side = [
+        SideLaunch(launch, group.after, group.before)
+        for group in group_taps(done, t.hash_beside)
+        for launch in merge_hashes(group.taps, t)
+    ]
+    return Plan(main, side)
