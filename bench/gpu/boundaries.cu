@@ -1,0 +1,101 @@
+// What lies between two dependent stages, without the stages: each step reads the 8 KB that all blocks of the step before
+// wrote and writes its share of the next 8 KB. Once as a chain of launches, once as one kernel with barriers over the
+// grid, once with barriers over clusters of eight blocks. And what it takes to read a layer's expert weights, cold.
+#include "port.cuh"
+
+#define FLOATS 2048  // exchanged from step to step
+
+struct BoundaryArgs {
+    float *rows;          // f32[2, FLOATS]
+    unsigned *counter;    // u32[1], zero
+    const uint4 *weights; // of this launch, 16 * blocks * threads * READS bytes
+    unsigned *sink;       // u32[1]
+    int steps;
+    int turn;             // which row is read
+    int early;            // 1: the next launch may begin before this one has waited
+    int ahead;            // 1: weights are asked for before the wait
+};
+
+DEVICE void exchange(const float *in, float *out, float *part) {
+    const float4 a = load_l2((const float4 *)in + threadIdx.x), b = load_l2((const float4 *)in + 256 + threadIdx.x);
+    const float sum = a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
+    part[threadIdx.x] = sum;
+    __syncthreads();
+    const int share = FLOATS / gridDim.x + 1, first = blockIdx.x * share;
+    if ((int)threadIdx.x < share && first + threadIdx.x < FLOATS)
+        out[first + threadIdx.x] = part[(threadIdx.x + 17) % 256] * 1e-6f;
+}
+
+extern "C" __global__ void k_chain(const BoundaryArgs a) {
+    __shared__ float part[256];
+    if (a.early) start_next();
+    wait_for_previous();
+    if (!a.early) start_next();
+    exchange(a.rows + a.turn * FLOATS, a.rows + (1 - a.turn) * FLOATS, part);
+}
+
+extern "C" __global__ void k_empty(const BoundaryArgs a) {
+    wait_for_previous();
+    start_next();
+}
+
+DEVICE void grid_barrier(unsigned *counter, unsigned target) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+        unsigned seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        } while (seen < target);
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void k_persistent(const BoundaryArgs a) {
+    __shared__ float part[256];
+    for (int step = 0; step < a.steps; step++) {
+        exchange(a.rows + step % 2 * FLOATS, a.rows + (step + 1) % 2 * FLOATS, part);
+        grid_barrier(a.counter, (unsigned)((step + 1) * gridDim.x));
+    }
+}
+
+extern "C" __global__ void k_persistent_empty(const BoundaryArgs a) {
+    for (int step = 0; step < a.steps; step++) grid_barrier(a.counter, (unsigned)((step + 1) * gridDim.x));
+}
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) k_cluster_empty(const BoundaryArgs a) {
+    for (int step = 0; step < a.steps; step++) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+}
+
+#define READS 26  // 16-byte loads of a thread: 132 x 256 threads read 14.06 MB
+
+extern "C" __global__ void __launch_bounds__(256, 2) k_read(const BoundaryArgs a) {
+    __shared__ float part[256];
+    uint4 v[READS];
+    const uint4 *const from = a.weights + blockIdx.x * blockDim.x * READS + threadIdx.x;
+    if (!a.ahead) {
+        wait_for_previous();
+        start_next();
+    }
+#pragma unroll
+    for (int i = 0; i < READS; i++) v[i] = load_streaming(from + i * blockDim.x);
+    if (a.ahead) {
+        wait_for_previous();
+        start_next();
+    }
+    exchange(a.rows + a.turn * FLOATS, a.rows + (1 - a.turn) * FLOATS, part);
+    unsigned all = 0;
+#pragma unroll
+    for (int i = 0; i < READS; i++) all ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
+    if (all == 0x12345678u) *a.sink = all;
+}
+
+extern "C" __global__ void k_touch(const BoundaryArgs a) {  // brings the weights of k_read to L2
+    wait_for_previous();
+    start_next();
+    const long long bytes = 16ll * gridDim.x * blockDim.x * READS;
+    for (long long at = 128ll * (blockIdx.x * blockDim.x + threadIdx.x); at < bytes; at += 128ll * gridDim.x * blockDim.x)
+        prefetch_l2((const char *)a.weights + at);
+}
