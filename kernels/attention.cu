@@ -10,13 +10,13 @@
 #include "attention_chunk.cuh"
 #include "warp_rows.cuh"
 
-// V rows of a chunk on their way to shared memory; position t_new from sh.new_row.
-DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int t_new) {
+// V rows of a chunk on their way to shared memory.
+DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count) {
     const int units = a.hd / 16, rows = blockDim.x / units;  // rows at a time; threads past them do nothing
     const int at = threadIdx.x % units * 16, first = threadIdx.x / units;
     const signed char *const v = a.vq + (slot0 * a.nkv + kv) * a.hd + at;  // i8[.., hd] of position 0
     for (int t = first < rows ? first : count; t < count; t += rows)
-        if (t != t_new) copy_async_16(sh.v8 + t * a.hd + at, v + (long long)t * a.nkv * a.hd);
+        copy_async_16(sh.v8 + t * a.hd + at, v + (long long)t * a.nkv * a.hd);
 }
 
 // What a block computes. blockIdx.y names a KV head and a slice of its query heads. While a row has few chunks, the
@@ -83,8 +83,7 @@ DEVICE void chunk_chains(const AttentionArgs &a, const AttentionShared &sh, cons
     }
 }
 
-// With `st` the block makes the row's queries and its new K and V row itself.
-DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st, unsigned char *shared) {
+DEVICE void attention_block(const AttentionArgs &a, unsigned char *shared) {
     const int pos = a.pos[blockIdx.z], chunks = pos / CHUNK + 1;
     const AttentionBlock b = attention_block_of(a, chunks);
     const bool single = chunks == 1;               // nothing to merge
@@ -93,37 +92,17 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
     const AttentionShared sh = attention_shared(shared, b.heads, a.hd);
 
     if (b.slot < chunks) {
-        if (st != nullptr) {
-            // The first chunk's rows travel while the queries are made.
-            const int begin = b.slot * CHUNK, count = pos - begin < CHUNK ? pos - begin : CHUNK;
-            const long long slot0 = (long long)a.base[b.m] + begin;
-            for (int t = threadIdx.x; t < count; t += blockDim.x) {
-                const long long row = (slot0 + t) * a.nkv + b.kv;
-                for (int at = 0; at < a.hd; at += 128) prefetch_l2(a.kq + row * a.hd + at);
-                if (t % 4 == 0) {
-                    prefetch_l2(a.ks + row);
-                    prefetch_l2(a.vs + row);
-                }
-            }
-            const bool has_new = (chunks - 1) % b.slots == b.slot;
-            make_rows(*st, sh, b.h0, b.heads, b.kv, has_new, b.slot == 0, has_new && b.first_of_kv);
-            quantize_queries(a, sh, sh.rows, a.hd + 4, b.heads);
-        } else {
-            quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
-        }
+        quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
     }
     for (int chunk = b.slot; chunk < chunks; chunk += b.slots) {
         const int begin = chunk * CHUNK;
         const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
-        const int t_new = st != nullptr ? pos - begin : -1;  // outside of the chunk unless it is the last
         const long long slot0 = (long long)a.base[b.m] + begin;
-        fetch_values(a, sh, slot0, b.kv, count, t_new);
-        if (t_new >= 0 && t_new < count)
-            for (int i = threadIdx.x; i < a.hd; i += blockDim.x) sh.v8[t_new * a.hd + i] = sh.new_row[a.hd + i];
+        fetch_values(a, sh, slot0, b.kv, count);
         __syncthreads();  // queries
-        chunk_scores(a, sh, slot0, b.kv, count, b.heads, t_new);
+        chunk_scores(a, sh, slot0, b.kv, count, b.heads);
         __syncthreads();
-        chunk_softmax(a, sh, slot0, b.kv, count, b.heads, t_new);
+        chunk_softmax(a, sh, slot0, b.kv, count, b.heads);
 #if KESTREL_FAST
         __syncthreads();  // the maxima
 #endif
@@ -156,32 +135,13 @@ DEVICE void attention_block(const AttentionArgs &a, const AttentionStageArgs *st
         sh.run[i] = out;
         a.out[((long long)b.m * a.nh + b.h0) * a.hd + i] = out;
     }
-    if (st != nullptr && st->has_a8) {  // hd is a multiple of 32
-        __syncthreads();
-        const int g0 = b.h0 * a.hd / 32;
-        block_a8(sh.run, b.heads * a.hd / 32, st->a8.q + 32 * g0, st->a8.d + g0, st->a8.gsum + g0);
-    }
 }
 
-// Grid (chunk slots, nkv * slices, M); hd is a multiple of 16 up to 256. Dynamic shared: AttentionShared without the
-// stage's.
+// Grid (chunk slots, nkv * slices, M); hd is a multiple of 16 up to 256. Dynamic shared: AttentionShared.
 #if KESTREL_FAST
 #define k_attn_decode_online k_attn_fast
 #endif
 KERNEL LAUNCH_BOUNDS(512) void k_attn_decode_online(const AttentionArgs a) {
     DYNAMIC_SHARED(shared);
-    attention_block(a, nullptr, shared);
-}
-
-// One row: q and k norm, RoPE, KV append, attention and the a8 of its result. Grid (chunk slots, nkv * slices).
-KERNEL LAUNCH_BOUNDS(512) void FORM(k_attn_stage)(const AttentionStageArgs a) {
-    DYNAMIC_SHARED(shared);
-    prefetch_ranges(a.next);
-    if (32 * (int)threadIdx.x < a.attn.hd && a.has_norm) {
-        prefetch_l2(a.q_norm.w + 32 * threadIdx.x);
-        prefetch_l2(a.k_norm.w + 32 * threadIdx.x);
-    }
-    wait_for_previous();
-    start_next();
-    attention_block(a.attn, &a, shared);
+    attention_block(a, shared);
 }

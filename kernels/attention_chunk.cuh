@@ -24,13 +24,7 @@ struct AttentionShared {
     float *l;         // f32[heads]: merged sum
     float *a;         // f32[heads]: factors of the current merge
     float *b;
-    // Of the stage only, whose block makes the queries and the new K and V row itself:
-    float *rows;       // f32[heads + 1, hd + 4]: q of each head and k, by steps raw, normed, turned
-    float *squares;    // f32[heads + 1, hd + 4]: squares, then r
-    float *angle;      // f32[hd]: cosines, sines
-    float *new_scale;  // f32[4]: ks and vs of the new row
-    signed char *new_row;  // i8[2, hd]: the new K and V row
-    unsigned *arrived;     // u32[4]
+    unsigned *arrived;  // u32[4]
 };
 
 DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) {
@@ -49,11 +43,6 @@ DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) 
     sh.a = sh.l + heads;
     sh.b = sh.a + heads;
     sh.arrived = (unsigned *)(sh.b + heads + (4 - 5 * heads % 4) % 4);  // 16-byte aligned
-    sh.new_scale = (float *)(sh.arrived + 4);
-    sh.rows = sh.new_scale + 4;
-    sh.squares = sh.rows + (heads + 1) * (hd + 4);
-    sh.angle = sh.squares + (heads + 1) * (hd + 4);
-    sh.new_row = (signed char *)(sh.angle + hd);
     return sh;
 }
 
@@ -105,87 +94,6 @@ DEVICE void quantize_queries(const AttentionArgs &a, const AttentionShared &sh, 
     }
 }
 
-// Of the stage: q of the block's heads, and with them the new K row when `with_new`, through norm and RoPE into
-// sh.rows; then the new K and V row quantised into sh.new_row. Row 0 of every op (M = 1). Taps are written by one
-// block each: q by `store_q`, k and the cache by `store_new`. Ends with a barrier.
-DEVICE void make_rows(const AttentionStageArgs &st, const AttentionShared &sh, int h0, int heads, int kv, bool with_new,
-                      bool store_q, bool store_new) {
-    const int hd = st.attn.hd, half = hd / 2, pitch = hd + 4, rows = heads + (with_new ? 1 : 0);
-    const float pos = (float)st.rope.pos[0];
-    const int lane = lane_id();
-    for (int j = warp_id(); j < rows; j += warp_count()) {  // a warp to a row
-        const float *const x = j < heads ? st.attn.q + (h0 + j) * hd : st.kv.k + kv * hd;  // f32[hd]
-        for (int e = lane; e < hd; e += 32) {
-            const float v = x[e];
-            sh.rows[j * pitch + e] = v;
-            sh.squares[j * pitch + e] = v * v;
-        }
-    }
-    for (int i = threadIdx.x; i < half; i += blockDim.x) {
-        const float angle = pos * st.rope.inv_freq[i];
-        sh.angle[i] = cos_form(angle) * st.rope.factor;
-        sh.angle[half + i] = sin_form(angle) * st.rope.factor;
-    }
-    __syncthreads();
-#if KESTREL_FAST
-    for (int j = warp_id(); st.has_norm && j < rows; j += warp_count()) {
-        float *const squares = sh.squares + j * pitch;
-        float ss = 0.0f;
-        for (int i = lane_id(); i < hd; i += 32) ss += squares[i];
-        ss = warp_sum_f32(ss);
-        if (lane_id() == 0) squares[hd] = inverse_sqrt(ss / (float)hd + (j < heads ? st.q_norm.eps : st.k_norm.eps));
-    }
-#else
-    if (st.has_norm && (int)threadIdx.x < rows) {  // the chains of all heads side by side
-        float *const squares = sh.squares + threadIdx.x * pitch;
-        const float ss = ordered_sum(squares, hd, 0.0f);
-        const float eps = (int)threadIdx.x < heads ? st.q_norm.eps : st.k_norm.eps;
-        squares[hd] = inverse_sqrt(ss / (float)hd + eps);
-    }
-#endif
-    __syncthreads();
-    for (int j = warp_id(); j < rows; j += warp_count()) {
-        const bool is_q = j < heads, store = is_q ? store_q : store_new;
-        const long long tap = (long long)(is_q ? h0 + j : st.attn.nh + kv) * hd;  // in normed and roped
-        const float *const w = is_q ? st.q_norm.w : st.k_norm.w;                  // f32[hd]
-        const float r = st.has_norm ? sh.squares[j * pitch + hd] : 1.0f;
-        for (int e = lane; e < half; e += 32) {
-            float x0 = sh.rows[j * pitch + e], x1 = sh.rows[j * pitch + e + half];
-            if (st.has_norm) {
-                x0 = (x0 * r) * w[e];
-                x1 = (x1 * r) * w[e + half];
-                if (store) {
-                    st.normed[tap + e] = x0;
-                    st.normed[tap + e + half] = x1;
-                }
-            }
-            const float c = sh.angle[e], s = sh.angle[half + e];
-            const float y0 = x0 * c - x1 * s, y1 = x1 * c + x0 * s;
-            sh.rows[j * pitch + e] = y0;
-            sh.rows[j * pitch + e + half] = y1;
-            if (store) {
-                st.roped[tap + e] = y0;
-                st.roped[tap + e + half] = y1;
-            }
-        }
-    }
-    __syncthreads();
-    if (!with_new) return;
-    for (int i = warp_id(); i < 2; i += warp_count()) {  // 0: K, 1: V
-        const float *const x = i == 0 ? sh.rows + heads * pitch : st.kv.v + kv * hd;  // f32[hd]
-        signed char *const row = sh.new_row + i * hd;
-        const float d = warp_quantize_row(x, hd, row);
-        if (lane_id() == 0) sh.new_scale[i] = d;
-        __syncwarp();
-        if (store_new) {
-            const long long slot = ((long long)st.kv.base[0] + st.kv.pos[0]) * st.kv.nkv + kv;
-            for (int e = lane_id(); e < hd; e += 32) (i == 0 ? st.kv.kq : st.kv.vq)[slot * hd + e] = row[e];
-            if (lane_id() == 0) (i == 0 ? st.kv.ks : st.kv.vs)[slot] = d;
-        }
-    }
-    __syncthreads();
-}
-
 // This thread's share of a row of hd int8: every fourth word, or of rows of 64 bytes every fourth 16-byte unit. Which
 // elements they are does not matter to a dot, as long as both factors agree.
 DEVICE void row_words(const signed char *row, int hd, int part, unsigned *words) {
@@ -205,9 +113,7 @@ DEVICE void row_words(const signed char *row, int hd, int part, unsigned *words)
 }
 
 // s[j][t] for the positions of a chunk: a warp multiplies 16 K rows with up to eight queries at a time, in int8.
-// Position t_new, if in the chunk, is read from sh.new_row.
-DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
-                         int t_new) {
+DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
     const int group = lane_id() / 4, part = lane_id() % 4;
     for (int t0 = 16 * warp_id(); t0 < count; t0 += 16 * warp_count()) {
         unsigned k8[2][16] = {};  // rows t0 + group and t0 + group + 8
@@ -216,8 +122,8 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
         for (int i = 0; i < 2; i++) {
             const int t = t0 + group + 8 * i < count ? t0 + group + 8 * i : count - 1;
             const long long row = (slot0 + t) * a.nkv + kv;
-            row_words(t == t_new ? sh.new_row : a.kq + row * a.hd, a.hd, part, k8[i]);
-            ks[i] = t == t_new ? sh.new_scale[0] : a.ks[row];
+            row_words(a.kq + row * a.hd, a.hd, part, k8[i]);
+            ks[i] = a.ks[row];
         }
         for (int j0 = 0; j0 < heads; j0 += 8) {
             unsigned q8[16] = {};  // of head j0 + group
@@ -243,8 +149,7 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
 
 // Scores to weights of one chunk by its overall maximum; the sum of exponentials in c[0], the maximum in max[count -
 // 1]. A warp to a head.
-DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
-                          int t_new) {
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
     const int lane = lane_id();
     for (int j = warp_id(); j < heads; j += warp_count()) {
         float *const s = sh.s + j * CHUNK, *const w = sh.w + j * CHUNK;
@@ -254,7 +159,7 @@ DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, lon
         for (int t = lane; t < count; t += 32) {
             const float p = exp_form(s[t] - m);
             l += p;
-            w[t] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
+            w[t] = p * a.vs[(slot0 + t) * a.nkv + kv];
         }
         l = warp_sum_f32(l);
         if (lane < CHUNK / 32) sh.moved[j * (CHUNK / 32) + lane] = 0u;
@@ -271,7 +176,7 @@ DEVICE float chunk_sum(const float *, const float *c, const unsigned *, int) { r
 
 // From scores and running maxima: p (over s), w, c and the bits of `moved`. Ends without a barrier.
 DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count,
-                               int heads, int t_new) {
+                               int heads) {
     for (int i = threadIdx.x; i < heads * CHUNK; i += blockDim.x) {  // CHUNK is a multiple of 32: a warp stays in one head
         const int t = i % CHUNK;
         bool moved = false;
@@ -282,7 +187,7 @@ DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh
             if (moved) sh.c[i] = exp_form(m_before - s);
             const float p = exp_form(s - m);
             sh.s[i] = p;
-            sh.w[i] = p * (t == t_new ? sh.new_scale[1] : a.vs[(slot0 + t) * a.nkv + kv]);
+            sh.w[i] = p * a.vs[(slot0 + t) * a.nkv + kv];
         }
         const unsigned bits = __ballot_sync(FULL_WARP, moved);
         if (lane_id() == 0) sh.moved[i / 32] = bits;
@@ -309,12 +214,11 @@ DEVICE float chunk_sum(const float *p, const float *c, const unsigned *moved, in
 }
 
 // Scores to weights of one chunk.
-DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads,
-                          int t_new) {
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
     for (int j = warp_id(); j < heads; j += warp_count())
         warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
     __syncthreads();
-    chunk_exponentials(a, sh, slot0, kv, count, heads, t_new);
+    chunk_exponentials(a, sh, slot0, kv, count, heads);
 }
 
 #endif

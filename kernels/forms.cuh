@@ -16,6 +16,7 @@ DEVICE float within_a_turn(float angle) {
     const float turns = rint_f32(angle * 0.15915494309189535f);
     return fma_f32(turns, 1.7484555e-7f, fma_f32(turns, -6.2831855f, angle));
 }
+DEVICE void touch_exp_table() {}
 DEVICE float cos_form(float x) { return cosf(within_a_turn(x)); }
 DEVICE float sin_form(float x) { return sinf(within_a_turn(x)); }
 
@@ -24,6 +25,10 @@ DEVICE float sin_form(float x) { return sinf(within_a_turn(x)); }
 #define FORM(kernel) kernel
 
 DEVICE float exp_form(float x) { return expf_ucrt(x); }
+// Brings the table of exp_form near before the first value that needs it is there.
+DEVICE void touch_exp_table() {
+    if (threadIdx.x < 64 && threadIdx.x % 16 == 0) touch_l1(EXPF_UCRT_TABLE + threadIdx.x);
+}
 DEVICE float inverse_sqrt(float x) { return 1.0f / sqrt_f32(x); }
 DEVICE float cos_form(float x) { return cosf_ucrt(x); }
 DEVICE float sin_form(float x) { return sinf_ucrt(x); }

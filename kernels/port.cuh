@@ -11,6 +11,10 @@
 #define KERNEL extern "C" __global__
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
+// A call, where inlining several variants into one kernel would make them share its registers; a kernel hands its
+// argument to such a function as GRID_CONSTANT, which keeps it where it is.
+#define DEVICE_CALL static __device__ __noinline__
+#define GRID_CONSTANT __grid_constant__
 // Bytes given at launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
@@ -36,6 +40,9 @@ DEVICE float half_to_float(unsigned short h) {
 // What another block of this launch wrote: past L1, which is not coherent.
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
+DEVICE uint4 load_l2(const uint4 *p) { return __ldcg(p); }
+DEVICE int load_l2(const int *p) { return __ldcg(p); }
+DEVICE unsigned load_l2(const unsigned *p) { return __ldcg(p); }
 
 // D += A B over int8, exact: A 16x32 by rows, B 32x8 by columns. Lane 4g+c holds of A the words (row g, column word c),
 // (g+8, c), (g, c+4), (g+8, c+4), of B the words (c, column g), (c+4, g), of D rows g and g+8, columns 2c and 2c+1.
@@ -52,11 +59,30 @@ DEVICE void copy_async_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// This thread's copies since the last call become a group; copy_wait(n) waits for all groups but the last n, n < 8.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait(int pending) {
+    switch (pending) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
+    }
+}
 // Asks for the line that holds p.
 DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The same into L1 of this multiprocessor.
+DEVICE void touch_l1(const void *p) { asm volatile("prefetch.L1 [%0];" ::"l"(p)); }
 
-// Programmatic dependent launch: a kernel launched this way may begin while the one before it runs. Until
-// wait_for_previous it may touch nothing that another kernel writes: weights alone. start_next lets the next begin.
+// Programmatic dependent launch: a kernel launched this way may begin while the one before it runs. Every such kernel
+// calls wait_for_previous, which returns when the kernel before it has ended and its writes can be seen, and only after
+// that start_next, which lets the next kernel begin. So a kernel that has begun knows that the kernel two before it has
+// ended. Ahead of its own wait it may therefore read weights, and, past L1 (load_l2), what the kernel two before it or
+// an earlier one wrote; it may write nothing.
 #if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -72,6 +98,8 @@ DEVICE void start_next() {}
 #define KERNEL extern "C"
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
+#define DEVICE_CALL static
+#define GRID_CONSTANT
 #define LAUNCH_BOUNDS(...)
 #define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
 
@@ -82,11 +110,17 @@ DEVICE float4 load_weight(const float4 *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
 DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
+DEVICE uint4 load_l2(const uint4 *p) { return *p; }
+DEVICE int load_l2(const int *p) { return *p; }
+DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(SIMT_SITE, d, a, b); }
 // As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }
+DEVICE void copy_commit() { simt::copy_commit(); }
+DEVICE void copy_wait(int pending) { simt::copy_wait(pending); }
 DEVICE void prefetch_l2(const void *) {}
+DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}
 DEVICE void start_next() {}
 

@@ -26,6 +26,17 @@ HASHES_PER_LAUNCH = 32
 STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
+# Forms of the stages around one matrix: u loads of a thread in flight for each of the r rows of a warp.
+NORM_MATMUL_FORMS = ("u2r1", "u2r2", "u2r3", "u2r4", "u2r5", "u3r3", "u4r1", "u4r2")
+MATMUL_ADD_FORMS = ("u2r1", "u2r2", "u2r3", "u2r4", "u3r3", "u4r1", "u4r2")
+HEAD_FORMS = ("u2r4", "u4r2")
+MATRIX_STAGES = (
+    *(f"k_norm_matmul_{form}" for form in NORM_MATMUL_FORMS),
+    *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
+    *(f"k_head_{form}" for form in HEAD_FORMS),
+)
+# Gate, up and SwiGLU: u groups of the input to a thread, or weights of any format.
+GATE_UP_STAGES = tuple(f"k_{moe}gate_up_{form}" for moe in ("", "moe_") for form in ("any", "u2", "u4"))
 
 
 @dataclass(frozen=True)
@@ -48,12 +59,22 @@ class Tuning:
     attention_heads: int = 8  # query heads of a block, at most
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
+    attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
+    merge_threads: int = 128
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
     stage_warps: int = 8  # of the stages that begin with a norm
-    stage_max_blocks: int = 400  # more blocks than this do not norm a row each for itself
+    stage_blocks: int = 1  # of the stages around one matrix, on a multiprocessor
+    stage_bytes: int = 1 << 16  # weights of a multiprocessor above which those stages take twice the blocks
+    head_blocks: int = 2  # of the head, on a multiprocessor
+    router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
+    gate_up_blocks: int = 1  # on a multiprocessor
+    gate_up_pairs: int = 8  # gate and up rows that a warp has in flight, at most 8
+    ask_down: int = 0  # 1: gate and up ask L2 for the chosen experts' down rows
+    down_warps: int = 8
+    down_rows: int = 32  # of an expert's matrix, to a block, at most
     row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
@@ -65,15 +86,14 @@ class Tuning:
 # that can, they are launched while the kernel before them still runs. Their ``_fast`` forms are meant, too.
 PROGRAMMATIC = frozenset(
     {
+        "k_embed",
         "k_norm_a8",
-        "k_norm_matmul_u2r4",
-        "k_norm_matmul_u4r2",
+        *MATRIX_STAGES,
         "k_attn_stage",
-        "k_matmul_add_u2r4",
-        "k_matmul_add_u4r2",
+        "k_attn_stage_wide",
+        "k_attn_merge",
         "k_norm_router",
-        "k_gate_up_u2",
-        "k_gate_up_u4",
+        *GATE_UP_STAGES,
         "k_moe_down",
         "k_matmul",
         "k_argmax",
@@ -152,17 +172,25 @@ def norm_shared_bytes(d: int) -> int:
     return 4 * floats + _round_up(d, 16)
 
 
-def attention_shared_bytes(heads: int, head_dim: int, *, stage: bool = False) -> int:
+def attention_stage_shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of a block of the attention stage (``UnitShared``)."""
+    heads, warps = 8, CHUNK // 32
+    floats = CHUNK * heads + (heads + 2) * (head_dim + 4) + head_dim + CHUNK
+    floats += heads + 4 + warps * heads + warps
+    keys = max(CHUNK * head_dim, 4 * 2 * CHUNK * heads)  # w and c take their place
+    return 4 * floats + (heads + 2 + CHUNK) * head_dim + keys
+
+
+def attention_shared_bytes(heads: int, head_dim: int) -> int:
     """Dynamic shared memory of an attention block of ``heads`` query heads (``AttentionShared``)."""
     floats = 4 * heads * CHUNK + 8 * heads + heads * head_dim + _round_up(5 * heads, 4) + 4
-    if stage:
-        floats += 4 + 2 * (heads + 1) * (head_dim + 4) + head_dim
-    return (heads + CHUNK + (2 if stage else 0)) * head_dim + 4 * floats
+    return (heads + CHUNK) * head_dim + 4 * floats
 
 
 def router_shared_bytes(experts: int, chosen: int) -> int:
-    """Dynamic shared memory of ``block_router_topk``."""
-    return 4 * (2 * experts + 2 * chosen + 8)
+    """Dynamic shared memory of a block that chooses experts (``ChoiceShared``)."""
+    words = _round_up(experts, 8) + _round_up(experts, 4) + 2 * _round_up(chosen, 4)
+    return 4 * (words + 8 + 32)
 
 
 # -- one function per op -----------------------------------------------------------------------------------
@@ -229,8 +257,7 @@ def attention_geometry(a: Any, t: Tuning) -> tuple[Dim3, int, int]:
     check_head_dim(a.hd)
     per_kv = a.nh // a.nkv
     most = min(per_kv, t.attention_heads)
-    # The stage form takes more, so what it may take serves both.
-    while most > 1 and attention_shared_bytes(most, a.hd, stage=True) > t.shared_limit - STATIC_SHARED:
+    while most > 1 and attention_shared_bytes(most, a.hd) > t.shared_limit - STATIC_SHARED:
         most -= 1
     slices = _ceil(per_kv, most)
     heads = _ceil(per_kv, slices)
@@ -326,13 +353,9 @@ _FAST = {
         name: f"{name}_fast"
         for name in (
             "k_norm_a8",
-            "k_norm_matmul_u2r4",
-            "k_norm_matmul_u4r2",
-            "k_matmul_add_u2r4",
-            "k_matmul_add_u4r2",
+            *MATRIX_STAGES,
             "k_norm_router",
-            "k_gate_up_u2",
-            "k_gate_up_u4",
+            *GATE_UP_STAGES,
             "k_moe_down",
         )
     },
@@ -342,6 +365,8 @@ _FAST_ATTENTION = {
     "k_rope": "k_rope_fast",
     "k_attn_decode_online": "k_attn_fast",
     "k_attn_stage": "k_attn_stage_fast",
+    "k_attn_stage_wide": "k_attn_stage_wide_fast",
+    "k_attn_merge": "k_attn_merge_fast",
 }
 
 

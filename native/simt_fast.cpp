@@ -3,7 +3,9 @@
 
 #define KESTREL_FAST 1
 #include "../kernels/attention.cu"
+#include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
+#include "../kernels/head.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
 #include "../kernels/moe_stages.cu"
@@ -19,14 +21,33 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_swiglu_fast, SwigluArgs),
         SIMT_KERNEL(k_attn_fast, AttentionArgs),
         SIMT_KERNEL(k_attn_stage_fast, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_stage_wide_fast, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_merge_fast, AttentionStageArgs),
         SIMT_KERNEL(k_norm_a8_fast, NormA8Args),
+        SIMT_KERNEL(k_norm_matmul_u2r1_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r2_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r3_fast, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_u2r4_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r5_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u4r1_fast, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_u4r2_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u3r3_fast, NormMatmulArgs),
+        SIMT_KERNEL(k_matmul_add_u2r1_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u2r2_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u2r3_fast, MatmulAddArgs),
         SIMT_KERNEL(k_matmul_add_u2r4_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u4r1_fast, MatmulAddArgs),
         SIMT_KERNEL(k_matmul_add_u4r2_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u3r3_fast, MatmulAddArgs),
+        SIMT_KERNEL(k_head_u2r4_fast, HeadArgs),
+        SIMT_KERNEL(k_head_u4r2_fast, HeadArgs),
         SIMT_KERNEL(k_norm_router_fast, NormRouterArgs),
+        SIMT_KERNEL(k_gate_up_any_fast, GateUpArgs),
         SIMT_KERNEL(k_gate_up_u2_fast, GateUpArgs),
         SIMT_KERNEL(k_gate_up_u4_fast, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_any_fast, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_u2_fast, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_u4_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_down_fast, MoeDownArgs),
     };
     return table;

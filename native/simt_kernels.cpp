@@ -3,6 +3,7 @@
 
 #define KESTREL_FAST 0
 #include "../kernels/attention.cu"
+#include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
 #include "../kernels/head.cu"
 #include "../kernels/l2_hash.cu"
@@ -39,15 +40,34 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_l2_hash, L2HashArgs),
         SIMT_KERNEL(k_l2_hash_many, L2HashManyArgs),
         SIMT_KERNEL(k_norm_a8, NormA8Args),
+        SIMT_KERNEL(k_norm_matmul_u2r1, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r2, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r3, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_u2r4, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u2r5, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u4r1, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_u4r2, NormMatmulArgs),
+        SIMT_KERNEL(k_norm_matmul_u3r3, NormMatmulArgs),
+        SIMT_KERNEL(k_matmul_add_u2r1, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u2r2, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u2r3, MatmulAddArgs),
         SIMT_KERNEL(k_matmul_add_u2r4, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u4r1, MatmulAddArgs),
         SIMT_KERNEL(k_matmul_add_u4r2, MatmulAddArgs),
+        SIMT_KERNEL(k_matmul_add_u3r3, MatmulAddArgs),
+        SIMT_KERNEL(k_head_u2r4, HeadArgs),
+        SIMT_KERNEL(k_head_u4r2, HeadArgs),
         SIMT_KERNEL(k_norm_router, NormRouterArgs),
+        SIMT_KERNEL(k_gate_up_any, GateUpArgs),
         SIMT_KERNEL(k_gate_up_u2, GateUpArgs),
         SIMT_KERNEL(k_gate_up_u4, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_any, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_u2, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_u4, GateUpArgs),
         SIMT_KERNEL(k_moe_down, MoeDownArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_stage_wide, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_merge, AttentionStageArgs),
     };
     return table;
 }

@@ -57,7 +57,8 @@ def units(sources: KernelSources, *, exact: bool = True, fast: bool = True) -> l
     """The compilations of ``sources``; a file without ``_fast`` kernels has no fast unit."""
     found = [Unit(name, False) for name in sources.units] if exact else []
     if fast:
-        found += [Unit(name, True) for name, text in sources.units.items() if b"_fast" in text]
+        both = (name for name, text in sources.units.items() if b"_fast" in text or b"FORM(" in text)
+        found += [Unit(name, True) for name in both]
     return found
 
 

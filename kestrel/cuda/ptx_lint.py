@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from kestrel.launch import GATE_UP_STAGES, HEAD_FORMS, MATMUL_ADD_FORMS, NORM_MATMUL_FORMS
+
 # Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
 # adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
 # sections 3, 7 and 9.
@@ -37,15 +39,15 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_l2_hash": frozenset(),
     "k_l2_hash_many": frozenset(),
     "k_norm_a8": frozenset(),
-    "k_norm_matmul_u2r4": frozenset({"f32"}),
-    "k_norm_matmul_u4r2": frozenset({"f32"}),
-    "k_matmul_add_u2r4": frozenset({"f32"}),
-    "k_matmul_add_u4r2": frozenset({"f32"}),
-    "k_norm_router": frozenset({"f32", "f64"}),
-    "k_gate_up_u2": frozenset({"f32", "f64"}),
-    "k_gate_up_u4": frozenset({"f32", "f64"}),
+    **{f"k_norm_matmul_{suffix}": frozenset({"f32"}) for suffix in NORM_MATMUL_FORMS},
+    **{f"k_matmul_add_{suffix}": frozenset({"f32"}) for suffix in MATMUL_ADD_FORMS},
+    **{f"k_head_{suffix}": frozenset({"f32"}) for suffix in HEAD_FORMS},
+    "k_norm_router": frozenset({"f32"}),
+    **{name: frozenset({"f32", "f64"}) for name in GATE_UP_STAGES},
     "k_moe_down": frozenset({"f32"}),
     "k_attn_stage": frozenset({"f32", "f64"}),
+    "k_attn_stage_wide": frozenset({"f32", "f64"}),
+    "k_attn_merge": frozenset({"f32", "f64"}),
 }
 
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
@@ -127,25 +129,37 @@ def early_findings(ptx: str, programmatic: Collection[str]) -> list[Finding]:
     """Kernels launched before the one ahead has ended: none may lack the wait, or reach past it.
 
     Ahead of ``griddepcontrol.wait`` a kernel may read weights, by loads that are marked read-only
-    (``ld.global.nc``, ``cp.async``, prefetches), and nothing else in global memory. Only for sm_90 and newer.
+    (``ld.global.nc``), and what the kernel two before it wrote, past L1 (``ld.global.cg``, ``cp.async.cg``);
+    it may write nothing, and not let the next kernel begin. Only for sm_90 and newer.
     """
-    findings = []
-    for name, body in functions(ptx).items():
-        if name.removesuffix("_fast") not in programmatic:
-            continue
+    bodies = functions(ptx)
+    waiting = {name for name, body in bodies.items() if any("griddepcontrol.wait" in c for _, c in body)}
+
+    def walk(name: str, body: list[tuple[int, str]]) -> list[Finding]:
+        """Of the lines up to the wait, or up to the first call of a function that waits."""
+        findings: list[Finding] = []
         for number, code in body:
             match = _INSTRUCTION.match(code)
             opcode = match.group(1) if match else ""
-            if opcode.startswith("griddepcontrol.wait"):
-                break
+            if opcode.startswith("griddepcontrol.wait") or code.strip().rstrip(",") in waiting:
+                return findings
+            if opcode.startswith("griddepcontrol.launch_dependents"):
+                findings.append(Finding(name, "next kernel begun ahead of the wait", number, code.strip()))
             base, *modifiers = opcode.split(".")
             memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
                 modifiers
             )
-            if memory and not (base == "ld" and "nc" in modifiers):
+            if memory and not (base == "ld" and {"nc", "cg"} & set(modifiers)):
                 findings.append(Finding(name, "access ahead of griddepcontrol.wait", number, code.strip()))
-        else:
-            findings.append(Finding(name, "launched early without griddepcontrol.wait", body[0][0], name))
+        findings.append(Finding(name, "launched early without griddepcontrol.wait", body[0][0], name))
+        return findings
+
+    findings: list[Finding] = []
+    for name, body in bodies.items():
+        if name.removesuffix("_fast") in programmatic:
+            called = {code.strip().rstrip(",") for _, code in body} & waiting
+            for part in (name, *sorted(called)):
+                findings += [Finding(name, f.rule, f.line, f.text) for f in walk(part, bodies[part])]
     return findings
 
 

@@ -1,11 +1,19 @@
-"""The attention stage: ``k_attn_stage`` of ``kernels/attention.cu``."""
+"""The attention stage: ``kernels/attention_stage.cu``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kestrel.launch import ATTENTION_COUNTERS, Launch, Tuning, attention_geometry, attention_shared_bytes
+from kestrel.launch import (
+    ATTENTION_COUNTERS,
+    CHUNK,
+    STATIC_SHARED,
+    Launch,
+    Tuning,
+    attention_stage_shared_bytes,
+    check_head_dim,
+)
 from kestrel.ops import Op
 from kestrel.stages.args import AttentionStageArgs
 from kestrel.stages.stage import Stage, names, written
@@ -20,13 +28,16 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
     fits = rope.M == 1 and kv.M == 1 and attn.M == 1 and attn.work and attn.q == q and kv.k == q + size
     if not fits or rope.heads != attn.nh + attn.nkv or attn.kq != kv.kq:
         return None
+    check_head_dim(attn.hd)
+    shared = attention_stage_shared_bytes(attn.hd)
+    if shared > t.shared_limit - STATIC_SHARED:
+        return None
     args = AttentionStageArgs(rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2))
     if norms:
         q_norm, k_norm = ops[0].args, ops[1].args
         if q_norm.x != q or q_norm.heads != attn.nh or k_norm.x != kv.k or k_norm.heads != attn.nkv:
             return None
         args.q_norm, args.k_norm = q_norm, k_norm
-    grid, threads, heads = attention_geometry(attn, t)
     count = norms + 3
     if names(ops[count:], "quantize_a8"):
         a8: Any = ops[count].args
@@ -42,8 +53,11 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
             return None
         return int((args.normed if i < norms else args.roped) + address - q)
 
-    shared = attention_shared_bytes(heads, attn.hd, stage=True)
-    launch = Launch("k_attn_stage", grid, (threads, 1, 1), shared, args)
+    kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
+    found = [
+        Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args),
+        Launch("k_attn_merge", (attn.nh, 1, 1), (t.merge_threads, 1, 1), 0, args),
+    ]
     stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
     # q and k stay as the matmul left them: the stage works on copies.
-    return Stage(ops[:count], [launch], [stored, *written(ops[norms + 1 : count])], moved=moved)
+    return Stage(ops[:count], found, [stored, *written(ops[norms + 1 : count])], moved=moved)

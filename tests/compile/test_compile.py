@@ -45,9 +45,9 @@ def test_no_other_file_has_nvrtc_flags() -> None:
 
 
 def test_units_and_fast_units() -> None:
-    sources = KernelSources(units={"a.cu": b"k_a", "b.cu": b"k_b k_b_fast"}, headers={})
-    assert [u.label for u in nvrtc.units(sources)] == ["a", "b", "b-fast"]
-    assert [u.label for u in nvrtc.units(sources, fast=False)] == ["a", "b"]
+    sources = KernelSources(units={"a.cu": b"k_a", "b.cu": b"k_b k_b_fast", "c.cu": b"FORM(k_c)"}, headers={})
+    assert [u.label for u in nvrtc.units(sources)] == ["a", "b", "c", "b-fast", "c-fast"]
+    assert [u.label for u in nvrtc.units(sources, fast=False)] == ["a", "b", "c"]
 
 
 def test_cubin_is_machine_code_of_the_architecture() -> None:

@@ -135,13 +135,29 @@ extern "C" __global__ void k_norm(const float *w, float *x) {{
         ("x[2] = __ldg(w);", "access ahead of griddepcontrol.wait"),
         ("if (x[3] > 0) return;", "access ahead of griddepcontrol.wait"),
         ("atomicAdd((int *)x, 1);", "access ahead of griddepcontrol.wait"),
+        ('asm volatile("griddepcontrol.launch_dependents;");', "next kernel begun ahead of the wait"),
         ("float a = __ldg(w); if (a == 3.0f) __nanosleep(1);", None),
+        ("float a = __ldcg(x); if (a == 3.0f) __nanosleep(1);", None),
     ],
 )
 def test_access_ahead_of_the_wait(first: str, rule: str | None) -> None:
     text = nvrtc.compile_source("early.cu", EARLY.format(first=first).encode(), {}, "sm_90").ptx
     assert {f.rule for f in early_findings(text, {"k_norm"})} == ({rule} if rule else set())
     assert early_findings(text, set()) == []
+
+
+def test_a_function_that_waits() -> None:
+    part = """
+    static __device__ __noinline__ void part(float *x) {{
+        {first}
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        x[1] = x[0];
+    }}
+    extern "C" __global__ void k_norm(float *x) {{ part(x); }}
+    """
+    for first, rules in (("", set()), ("x[2] = 1.0f;", {"access ahead of griddepcontrol.wait"})):
+        text = nvrtc.compile_source("part.cu", part.format(first=first).encode(), {}, "sm_90").ptx
+        assert {f.rule for f in early_findings(text, {"k_norm"})} == rules
 
 
 def test_early_kernel_without_a_wait() -> None:

@@ -1,0 +1,180 @@
+// The attention stage of a decode step (M = 1) in two launches: k_attn_stage makes the partial states of all chunks, from
+// the raw Q, K and V rows on; k_attn_merge merges them left to right, a block to a head, and quantises the result. Two
+// launches, because on a GPU the end of a launch is the cheapest way to wait for all blocks.
+#include "attention_unit.cuh"
+#include "warp_rows.cuh"
+
+// Query heads of a unit: fewer, and so more units, as long as every unit finds a block of its own. Any cut gives the
+// same bits.
+DEVICE int unit_heads(int per_kv, int nkv, int chunks, int blocks) {
+    int heads = 1;
+    while (heads < UNIT_HEADS && heads < per_kv && nkv * ((per_kv + heads - 1) / heads) * chunks > blocks) heads *= 2;
+    return heads;
+}
+
+template <int HS, int W> DEVICE_CALL void attention_units(const AttentionStageArgs &st, int pos, int block, int blocks) {
+    DYNAMIC_SHARED(shared);
+    const AttentionArgs &a = st.attn;
+    const UnitShared sh = unit_shared(shared, a.hd);
+    const int per_kv = a.nh / a.nkv, parts = (per_kv + HS - 1) / HS, groups = a.nkv * parts;
+    Unit u;
+    u.pos = pos;
+    u.chunks = pos / CHUNK + 1;
+    u.base = load_l2(a.base);
+    u.slots = blocks / groups < 1 ? 1 : blocks / groups < u.chunks ? blocks / groups : u.chunks;
+    const RowWeights<W / 2> rw = unit_row_weights<W / 2>(st, HS);
+    bool waited = false;
+    for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
+        const int group = item % groups;
+        u.kv = group / parts;
+        u.slot = item / groups;
+        u.h0 = u.kv * per_kv + group % parts * HS;
+        u.heads = per_kv - group % parts * HS < HS ? per_kv - group % parts * HS : HS;
+        u.first_of_kv = group % parts == 0;
+        for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
+            const int begin = chunk * CHUNK;
+            const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
+            const int t_new = pos - begin;  // past the chunk unless it is the last
+            const int cached = t_new < CHUNK ? t_new : CHUNK;
+            const long long slot0 = u.base + begin;
+            unit_fetch(a, sh, slot0, u.kv, cached);
+            float vs = 0.0f;
+            if ((int)threadIdx.x < cached) {
+                const long long row = (slot0 + threadIdx.x) * a.nkv + u.kv;
+                vs = load_l2(a.vs + row);
+                sh.ks[threadIdx.x] = load_l2(a.ks + row);
+            }
+            if (chunk == u.slot) {
+                if (!waited) {
+                    unit_angles(st.rope, pos, sh.angle);
+                    prefetch_ranges(st.next);
+                    __syncthreads();
+                    wait_for_previous();
+                    start_next();
+                    waited = true;
+                }
+                const bool has_new = (u.chunks - 1 - u.slot) % u.slots == 0;
+                unit_rows(st, sh, u, HS, rw, has_new, t_new, u.slot == 0, has_new && u.first_of_kv);
+            }
+            copy_wait_all();
+            __syncthreads();
+            if ((int)threadIdx.x == t_new) vs = sh.new_scale[1];
+            if (t_new < CHUNK && chunk != u.slot) {  // the new row takes its place now
+                if ((int)threadIdx.x == t_new) sh.ks[t_new] = sh.new_scale[0];
+                for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS) {
+                    sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
+                    sh.v8[t_new * a.hd + e] = sh.new_row[a.hd + e];
+                }
+                __syncthreads();
+            }
+            unit_scores<HS, W>(sh, a.hd, count);
+            __syncthreads();
+            unit_softmax<HS>(sh, count, vs);
+            __syncthreads();
+            unit_states<HS>(a, sh, u, chunk, count);
+            __syncthreads();
+        }
+    }
+}
+
+template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, int block, int blocks) {
+    const AttentionArgs &a = st.attn;
+    touch_exp_table();
+    const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
+    const int heads = unit_heads(a.nh / a.nkv, a.nkv, pos / CHUNK + 1, blocks);
+    if (heads == 1)
+        attention_units<1, W>(st, pos, block, blocks);
+    else if (heads == 2)
+        attention_units<2, W>(st, pos, block, blocks);
+    else if (heads == 4)
+        attention_units<4, W>(st, pos, block, blocks);
+    else
+        attention_units<8, W>(st, pos, block, blocks);
+}
+
+// 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const GRID_CONSTANT AttentionStageArgs a) {
+    attention_stage<8>(a, blockIdx.x, gridDim.x);
+}
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const GRID_CONSTANT AttentionStageArgs a) {
+    attention_stage<16>(a, blockIdx.x, gridDim.x);
+}
+
+#define MERGE_CHUNKS 16  // chunks whose values a thread has in flight
+
+// out[h] = merge of the chunks of head h, and its a8 where the head is made of groups. A thread to an element; every
+// warp works out the factors for itself, a lane to a chunk.
+DEVICE void merge_head(const AttentionStageArgs &st, int h, int chunks) {
+    const AttentionArgs &a = st.attn;
+    const long long stride = (long long)a.nh * (a.hd + 4);  // floats from chunk to chunk
+    const float *const states = partial_state(a, 0, 0, h);
+    const int lane = lane_id();
+    for (int first = threadIdx.x - lane; first < a.hd; first += blockDim.x) {  // whole warps
+        const int element = first + lane;
+        const bool real = element < a.hd;
+        float acc = 0.0f, l = 0.0f, m = MINUS_INFINITY;
+        for (int c0 = 0; c0 < chunks; c0 += 32) {
+            // Lane c: maximum and sum of chunk c0 + c, the maximum merged up to it, the factors of its merge.
+            float right_m = MINUS_INFINITY, right_l = 0.0f;
+            if (c0 + lane < chunks) {
+                const float *const state = states + (c0 + lane) * stride;
+                right_m = load_l2(state + a.hd);
+                right_l = load_l2(state + a.hd + 1);
+            }
+            float value[MERGE_CHUNKS];
+#pragma unroll
+            for (int i = 0; i < MERGE_CHUNKS; i++)
+                if (real && c0 + i < chunks) value[i] = load_l2(states + (c0 + i) * stride + element);
+            float merged = right_m > m ? right_m : m;
+            for (int step = 1; step < 32; step <<= 1) {
+                const float left = __shfl_up_sync(FULL_WARP, merged, step);
+                if (lane >= step) merged = merged > left ? merged : left;
+            }
+            float before = __shfl_up_sync(FULL_WARP, merged, 1);
+            if (lane == 0) before = m;
+            const float factor_left = exp_form(before - merged), factor_right = exp_form(right_m - merged);
+            m = __shfl_sync(FULL_WARP, merged, 31);
+            const int count = chunks - c0 < 32 ? chunks - c0 : 32;
+#pragma unroll 1
+            for (int b0 = 0; b0 < count; b0 += MERGE_CHUNKS) {
+                if (b0 > 0) {
+#pragma unroll
+                    for (int i = 0; i < MERGE_CHUNKS; i++)
+                        if (real && b0 + i < count) value[i] = load_l2(states + (c0 + b0 + i) * stride + element);
+                }
+#pragma unroll
+                for (int i = 0; i < MERGE_CHUNKS; i++) {
+                    const int c = b0 + i;
+                    if (c < count) {
+                        const float fa = __shfl_sync(FULL_WARP, factor_left, c), fb = __shfl_sync(FULL_WARP, factor_right, c);
+                        const float sum = __shfl_sync(FULL_WARP, right_l, c);
+                        const bool start = c0 + c == 0;
+                        l = start ? sum : merge_one(l, sum, fa, fb);
+                        acc = start ? value[i] : merge_one(acc, value[i], fa, fb);
+                    }
+                }
+            }
+        }
+        const float out = real ? acc / l : 0.0f;
+        if (real) a.out[(long long)h * a.hd + element] = out;
+        if (st.has_a8) {  // hd is a multiple of 32: a warp is a group
+            const A8Scale scale = a8_scale(group_max_u32(f32_bits(out) & 0x7fffffffu, 32));
+            const int code = scale.zero ? 0 : a8_code(out, scale.inv);
+            const int sum = group_sum_s32(code, 32);
+            st.a8.q[h * a.hd + element] = (signed char)code;
+            if (lane == 0) {
+                st.a8.d[(h * a.hd + first) / 32] = scale.d;
+                st.a8.gsum[(h * a.hd + first) / 32] = sum;
+            }
+        }
+    }
+}
+
+// Grid: any number of blocks, one for each head at best; 128 threads or any multiple of 32.
+KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
+    touch_exp_table();
+    const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
+    wait_for_previous();
+    start_next();
+    for (int h = blockIdx.x; h < a.attn.nh; h += gridDim.x) merge_head(a, h, chunks);
+}

@@ -1,0 +1,510 @@
+// One unit of the attention stage: a chunk of 256 positions for up to HS query heads of one KV head, from the raw rows
+// that the QKV product left to the unit's partial state (contract sections 4 to 7). A block is 256 threads: a thread to a
+// position where positions are independent, a thread to an element of the head where sums are chains.
+#pragma once
+
+#include "attention_chunk.cuh"
+
+#define UNIT_THREADS CHUNK
+#define UNIT_WARPS (UNIT_THREADS / 32)
+#define UNIT_HEADS 8                // query heads of a unit, at most
+#define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
+#define ROW_LANES 16                // lanes that make one row
+
+// Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
+struct UnitShared {
+    float *s;              // f32[CHUNK, HS]: scores, then exponentials p
+    float *squares;        // f32[UNIT_ROWS, hd + 4]
+    float *angle;          // f32[hd]: cosines, then sines
+    float *ks;             // f32[CHUNK]
+    float *qs;             // f32[HS]
+    float *new_scale;      // f32[2]: ks and vs of the new row
+    float *totals;         // f32[UNIT_WARPS, HS]: maximum of the positions of each warp
+    unsigned *moved;       // u32[UNIT_WARPS]: bit of each position where the maximum of any head moved
+    signed char *q8;       // i8[HS, hd]
+    signed char *new_row;  // i8[2, hd]: the new K and V row
+    signed char *v8;       // i8[CHUNK, hd]
+    signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
+    // Where K was, once the scores are made:
+    float *w;              // f32[CHUNK, HS]: p * vs
+    float *c;              // f32[CHUNK, HS]: rescale factor, 1 where the maximum did not move
+};
+
+DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
+    UnitShared sh;
+    sh.s = (float *)base;
+    sh.squares = sh.s + CHUNK * UNIT_HEADS;
+    sh.angle = sh.squares + UNIT_ROWS * (hd + 4);
+    sh.ks = sh.angle + hd;
+    sh.qs = sh.ks + CHUNK;
+    sh.new_scale = sh.qs + UNIT_HEADS;
+    sh.totals = sh.new_scale + 4;
+    sh.moved = (unsigned *)(sh.totals + UNIT_WARPS * UNIT_HEADS);
+    sh.q8 = (signed char *)(sh.moved + UNIT_WARPS);
+    sh.new_row = sh.q8 + UNIT_HEADS * hd;
+    sh.v8 = sh.new_row + 2 * hd;
+    sh.k8 = sh.v8 + CHUNK * hd;
+    sh.w = (float *)sh.k8;
+    sh.c = sh.w + CHUNK * UNIT_HEADS;
+    return sh;
+}
+
+// What a unit works on.
+struct Unit {
+    int kv, h0, heads;   // KV head, first query head, query heads (at most HS)
+    bool first_of_kv;    // h0 is the first head of its KV head
+    int slot, slots;     // takes chunks slot, slot + slots, ...
+    int pos, chunks;     // position of the row, chunks up to it
+    long long base;      // cache slot of position 0
+};
+
+// Where unit `at` of 16 bytes of row t lies in sh.k8: rows of 128 bytes swap their halves by turns, so that the eight
+// lanes of mma_s8 that read two neighbouring rows touch every bank once.
+DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 == 0 ? at ^ (t % 2 * 4) : at); }
+
+DEVICE signed char *unit_element(const UnitShared &sh, bool is_v, int hd, int t, int e) {
+    return is_v ? sh.v8 + t * hd + e : sh.k8 + unit_place(hd, t, e / 16) + e % 16;
+}
+
+// K and V rows of the first `cached` positions of the chunk that begins at cache slot `slot0`, on their way to shared
+// memory; allowed before the stage's wait, because earlier steps wrote them.
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, long long slot0, int kv, int cached) {
+    const int units = a.hd / 16, rows = UNIT_THREADS / units;  // rows at a time; threads past them do nothing
+    const int at = threadIdx.x % units, first = threadIdx.x / units;
+    const long long start = (slot0 * a.nkv + kv) * a.hd + 16 * at;  // of position 0
+#pragma unroll 1
+    for (int t = first < rows ? first : cached; t < cached; t += rows) {
+        copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + (long long)t * a.nkv * a.hd);
+        copy_async_16(sh.v8 + t * a.hd + 16 * at, a.vq + start + (long long)t * a.nkv * a.hd);
+    }
+}
+
+// The norm weights of the row that this lane's group of sixteen makes: asked for before the stage's wait. PAIRS: pairs
+// (e, e + hd/2) of a lane, so hd <= 32 * PAIRS.
+template <int PAIRS> struct RowWeights {
+    float w0[PAIRS], w1[PAIRS];
+};
+
+template <int PAIRS> DEVICE RowWeights<PAIRS> unit_row_weights(const AttentionStageArgs &st, int HS) {
+    RowWeights<PAIRS> rw;
+    const int row = threadIdx.x / ROW_LANES, half = st.attn.hd / 2;
+    const float *const w = row < HS ? st.q_norm.w : st.k_norm.w;  // f32[hd]
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+        const int e = threadIdx.x % ROW_LANES + ROW_LANES * n;
+        rw.w0[n] = rw.w1[n] = 1.0f;
+        if (st.has_norm && row <= HS && e < half) {
+            rw.w0[n] = load_weight(w + e);
+            rw.w1[n] = load_weight(w + e + half);
+        }
+    }
+    return rw;
+}
+
+// cos and sin of the row's angles; allowed before the stage's wait.
+DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
+    const int half = rope.hd / 2;
+    for (int i = threadIdx.x; i < 2 * half; i += UNIT_THREADS) {
+        const float turn = (float)pos * load_weight(rope.inv_freq + i % half);
+        angle[i] = (i < half ? cos_form(turn) : sin_form(turn)) * rope.factor;
+    }
+}
+
+// Rows 0 .. HS - 1: queries through norm and RoPE, quantised; with `with_new` row HS: the new K row likewise, HS + 1: the
+// new V row, quantised; both also go to position t_new of the chunk, if it is in there. Sixteen lanes make a row, lane
+// e % 16 holds the pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by
+// `store_new`. The caller's barrier follows.
+template <int PAIRS>
+DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, const RowWeights<PAIRS> &rw,
+                      bool with_new, int t_new, bool store_q, bool store_new) {
+    const int hd = st.attn.hd, half = hd / 2;
+    const int row = threadIdx.x / ROW_LANES, lane = threadIdx.x % ROW_LANES;
+    if (row / 2 * 2 >= (with_new ? HS + 2 : HS)) return;  // whole warps: a warp makes two rows
+    const bool is_q = row < HS, is_v = row == HS + 1;
+    const bool real = is_q ? row < u.heads : with_new && row < HS + 2;
+    const float *const x = is_q ? st.attn.q + (u.h0 + row) * hd : (is_v ? st.kv.v : st.kv.k) + u.kv * hd;  // f32[hd]
+    float x0[PAIRS], x1[PAIRS];
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+        const int e = lane + ROW_LANES * n;
+        x0[n] = x1[n] = 0.0f;
+        if (real && e < half) {
+            x0[n] = load_l2(x + e);
+            x1[n] = load_l2(x + e + half);
+        }
+    }
+    const bool store = is_q ? store_q : store_new;
+    const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd;  // in normed and roped
+    if (st.has_norm) {
+        float ss = 0.0f;
+#if KESTREL_FAST
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
+        for (int step = 1; step < ROW_LANES; step <<= 1) ss += __shfl_xor_sync(FULL_WARP, ss, step);
+#else
+        float *const squares = sh.squares + (row < UNIT_ROWS ? row : 0) * (hd + 4);
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) {
+            const int e = lane + ROW_LANES * n;
+            if (real && e < half) {
+                squares[e] = x0[n] * x0[n];
+                squares[e + half] = x1[n] * x1[n];
+            }
+        }
+        __syncwarp();
+        if (real && !is_v) ss = ordered_sum(squares, hd, 0.0f);  // every lane: the reads are broadcasts
+        __syncwarp();
+#endif
+        if (real && !is_v) {
+            const float r = inverse_sqrt(ss / (float)hd + (is_q ? st.q_norm.eps : st.k_norm.eps));
+#pragma unroll
+            for (int n = 0; n < PAIRS; n++) {
+                const int e = lane + ROW_LANES * n;
+                x0[n] = (x0[n] * r) * rw.w0[n];
+                x1[n] = (x1[n] * r) * rw.w1[n];
+                if (store && e < half) {
+                    st.normed[tap + e] = x0[n];
+                    st.normed[tap + e + half] = x1[n];
+                }
+            }
+        }
+    }
+    if (real && !is_v) {
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) {
+            const int e = lane + ROW_LANES * n;
+            if (e < half) {
+                const float c = sh.angle[e], s = sh.angle[half + e];
+                const float y0 = x0[n] * c - x1[n] * s, y1 = x1[n] * c + x0[n] * s;
+                x0[n] = y0;
+                x1[n] = y1;
+                if (store) {
+                    st.roped[tap + e] = y0;
+                    st.roped[tap + e + half] = y1;
+                }
+            }
+        }
+    }
+    unsigned amax = 0;
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+        const unsigned a0 = f32_bits(x0[n]) & 0x7fffffffu, a1 = f32_bits(x1[n]) & 0x7fffffffu;
+        const unsigned larger = a0 > a1 ? a0 : a1;
+        if (lane + ROW_LANES * n < half) amax = larger > amax ? larger : amax;
+    }
+    const A8Scale scale = a8_scale(group_max_u32(amax, ROW_LANES));
+    if (row >= (with_new ? HS + 2 : HS)) return;
+    signed char *const codes = is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd;  // i8[hd]
+    const long long slot = (u.base + u.pos) * st.kv.nkv + u.kv;
+    signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd;  // i8[hd]
+    const bool here = !is_q && t_new < CHUNK;
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+        const int e = lane + ROW_LANES * n;
+        if (e < half) {
+            const signed char c0 = (signed char)(scale.zero ? 0 : a8_code(x0[n], scale.inv));
+            const signed char c1 = (signed char)(scale.zero ? 0 : a8_code(x1[n], scale.inv));
+            codes[e] = c0;
+            codes[e + half] = c1;
+            if (here) {
+                *unit_element(sh, is_v, hd, t_new, e) = c0;
+                *unit_element(sh, is_v, hd, t_new, e + half) = c1;
+            }
+            if (!is_q && store_new) {
+                cache[e] = c0;
+                cache[e + half] = c1;
+            }
+        }
+    }
+    if (lane == 0) {
+        if (is_q) {
+            sh.qs[row] = scale.d * st.attn.qscale;
+        } else {
+            sh.new_scale[row - HS] = scale.d;
+            if (here && !is_v) sh.ks[t_new] = scale.d;
+            if (store_new) (is_v ? st.kv.vs : st.kv.ks)[slot] = scale.d;
+        }
+    }
+}
+
+// This lane's share of a row of hd int8 in shared memory: every fourth 16-byte unit, or where rows are not made of 64
+// bytes every fourth word. Which elements they are does not matter to a dot, as long as both factors agree. t: the row's
+// number in sh.k8, 0 for other rows.
+template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, int part, unsigned *words) {
+    if (hd % 64 == 0) {
+#pragma unroll
+        for (int j = 0; j < W / 4; j++) {
+            if (64 * j < hd) {
+                const uint4 v = *(const uint4 *)(rows + unit_place(hd, t, part + 4 * j));
+                words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < W; j++)
+            if (16 * j < hd) words[j] = ((const unsigned *)(rows + t * hd))[part + 4 * j];
+    }
+}
+
+// s[t][j] of the chunk, 16 positions by up to eight heads at a time, in int8.
+template <int HS, int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
+    const int group = lane_id() / 4, part = lane_id() % 4;
+    unsigned q8[W] = {};  // of head `group`
+    if (group < HS) unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+        const int t0 = 32 * warp_id() + 16 * tile;
+        if (t0 < count) {
+            unsigned k8[2][W] = {};  // rows t0 + group and t0 + group + 8
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (t0 + group + 8 * i < count) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
+            int dots[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int step = 0; step < W / 2; step++) {
+                if (32 * step < hd) {
+                    const unsigned ka[4] = {k8[0][2 * step], k8[1][2 * step], k8[0][2 * step + 1], k8[1][2 * step + 1]};
+                    mma_s8(dots, ka, q8 + 2 * step);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
+                if (j < HS && t < count) sh.s[t * HS + j] = (float)dots[i] * (sh.qs[j] * sh.ks[t]);
+            }
+        }
+    }
+}
+
+// HS neighbouring floats of shared memory, aligned to their size.
+template <int HS> DEVICE void load_heads(const float *p, float *v) {
+    if (HS % 4 == 0) {
+#pragma unroll
+        for (int j = 0; j < HS / 4; j++) {
+            const float4 four = ((const float4 *)p)[j];
+            v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
+        }
+    } else if (HS == 2) {
+        const float2 two = *(const float2 *)p;
+        v[0] = two.x, v[1] = two.y;
+    } else {
+        v[0] = *p;
+    }
+}
+
+// Scores to exponentials p, weights w and factors c of this thread's position; vs is its V scale. Heads go by twos, which
+// saves registers. One barrier inside, none at the end.
+template <int HS> DEVICE void unit_softmax(const UnitShared &sh, int count, float vs) {
+    const int t = threadIdx.x, lane = lane_id();
+    constexpr int TURN = HS < 2 ? HS : 2;
+#pragma unroll 1
+    for (int j0 = 0; j0 < HS; j0 += TURN) {
+        float run[TURN];
+        load_heads<TURN>(sh.s + t * HS + j0, run);
+#pragma unroll
+        for (int j = 0; j < TURN; j++)  // the rule s > m is false for NaN
+            run[j] = t < count && run[j] > MINUS_INFINITY ? run[j] : MINUS_INFINITY;
+#if KESTREL_FAST
+        for (int step = 16; step > 0; step >>= 1) {
+#pragma unroll
+            for (int j = 0; j < TURN; j++) run[j] = fmaxf(run[j], __shfl_xor_sync(FULL_WARP, run[j], step));
+        }
+#else
+        // The running maximum: a prefix maximum over lanes here, over warps behind the barrier.
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+#pragma unroll
+            for (int j = 0; j < TURN; j++) {
+                const float left = __shfl_up_sync(FULL_WARP, run[j], step);
+                if (lane >= step) run[j] = run[j] > left ? run[j] : left;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TURN; j++) {  // of the positions before t, in this warp; for this thread, behind the barrier
+            const float before = __shfl_up_sync(FULL_WARP, run[j], 1);
+            sh.c[t * HS + j0 + j] = lane == 0 ? MINUS_INFINITY : before;
+        }
+#endif
+#pragma unroll
+        for (int j = 0; j < TURN; j++)
+            if (lane == 31) sh.totals[warp_id() * HS + j0 + j] = run[j];
+    }
+    __syncthreads();
+    bool any = false;
+#pragma unroll 1
+    for (int j0 = 0; j0 < HS; j0 += TURN) {
+#pragma unroll
+        for (int j = 0; j < TURN; j++) {
+            const int at = t * HS + j0 + j;
+            const float s = t < count ? sh.s[at] : MINUS_INFINITY;
+#if KESTREL_FAST
+            float m = sh.totals[j0 + j];
+            for (int v = 1; v < UNIT_WARPS; v++) m = fmaxf(m, sh.totals[v * HS + j0 + j]);
+#else
+            float before = sh.c[at];
+            for (int v = 0; v < warp_id(); v++) {
+                const float other = sh.totals[v * HS + j0 + j];
+                before = before > other ? before : other;
+            }
+            const bool moved = s > before;
+            const float m = moved ? s : before;
+            float c = 1.0f;
+            if (moved) c = exp_form(before - s);
+            any = any || moved;
+            sh.c[at] = c;
+#endif
+            const float p = exp_form(s - m);
+            sh.s[at] = p;
+            sh.w[at] = p * vs;
+        }
+    }
+    const unsigned bits = __ballot_sync(FULL_WARP, any);
+    if (lane == 0) sh.moved[warp_id()] = bits;
+}
+
+// What a few neighbouring positions add to an element: V and the weights of every head.
+template <int HS> struct ValueGroup {
+    static constexpr int SIZE = HS <= 2 ? 8 : 4;
+    float x[SIZE];
+    float w[SIZE][HS];
+
+    // v: the element at the first of the positions, i8, rows of `pitch`; weights: f32[SIZE, HS]
+    DEVICE_MEMBER void load(const signed char *v, int pitch, const float *weights) {
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) x[i] = (float)v[i * pitch];
+        if (HS == 1) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i += 4) load_heads<4>(weights + i, &w[0][0] + i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) load_heads<HS>(weights + i * HS, w[i]);
+        }
+    }
+};
+
+// acc[j] of one element over positions begin .. end - 1, in order: fma(w, v, acc), acc * c before it where the maximum
+// of a head moved (c is 1 for the other heads, which changes nothing). begin is a multiple of 8. v: i8[CHUNK, pitch] at
+// the element. The next group is read behind the chain of this one.
+template <int HS> DEVICE void unit_values(const UnitShared &sh, const signed char *v, int pitch, int begin, int end, float *acc) {
+    constexpr int SIZE = ValueGroup<HS>::SIZE;
+#pragma unroll
+    for (int j = 0; j < HS; j++) acc[j] = 0.0f;
+    const int whole = begin + (end - begin) / SIZE * SIZE;
+    ValueGroup<HS> now, next;
+    if (begin < whole) now.load(v + begin * pitch, pitch, sh.w + begin * HS);
+    next = now;
+#pragma unroll 1
+    for (int t0 = begin; t0 < whole; t0 += SIZE) {
+        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & ((1u << SIZE) - 1u);
+        if (t0 + SIZE < whole) next.load(v + (t0 + SIZE) * pitch, pitch, sh.w + (t0 + SIZE) * HS);
+        if (bits == 0u) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+#pragma unroll
+                for (int j = 0; j < HS; j++) acc[j] = fma_f32(now.w[i][j], now.x[i], acc[j]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+                float c[HS];
+                load_heads<HS>(sh.c + (t0 + i) * HS, c);
+#pragma unroll
+                for (int j = 0; j < HS; j++) acc[j] = fma_f32(now.w[i][j], now.x[i], acc[j] * c[j]);
+            }
+        }
+        now = next;
+    }
+#pragma unroll 1
+    for (int t = whole; t < end; t++) {
+        const bool moved = sh.moved[t / 32] >> (t % 32) & 1u;
+#pragma unroll
+        for (int j = 0; j < HS; j++) {
+            const float left = moved ? acc[j] * sh.c[t * HS + j] : acc[j];
+            acc[j] = fma_f32(sh.w[t * HS + j], (float)v[t * pitch], left);
+        }
+    }
+}
+
+// The sum of exponentials of one head, in order. p, c: f32[CHUNK, HS] at the head.
+template <int HS> DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int count) {
+    float l = 0.0f, now[8], next[8];
+    const int whole = count / 8 * 8;
+    if (whole > 0) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) now[i] = p[i * HS];
+    }
+#pragma unroll 1
+    for (int t0 = 0; t0 < whole; t0 += 8) {
+        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & 0xffu;
+        if (t0 + 8 < whole) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) next[i] = p[(t0 + 8 + i) * HS];
+        }
+        if (bits == 0u) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) l += now[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                l *= c[(t0 + i) * HS];  // 1 where the maximum did not move
+                l += now[i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) now[i] = next[i];
+    }
+#pragma unroll 1
+    for (int t = whole; t < count; t++) {
+        if (sh.moved[t / 32] >> (t % 32) & 1u) l *= c[t * HS];
+        l += p[t * HS];
+    }
+    return l;
+}
+
+// The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
+template <int HS> DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int chunk, int count) {
+#if KESTREL_FAST
+    // Two halves of the positions side by side where the block has threads for them.
+    const int parts = 2 * a.hd <= UNIT_THREADS ? 2 : 1, part = parts == 1 ? 0 : threadIdx.x / a.hd;
+    const int cut = parts == 1 ? count : count / 16 * 8;
+    float acc[HS];
+    const int element = threadIdx.x % a.hd;
+    if (part < parts) unit_values<HS>(sh, sh.v8 + element, a.hd, part == 0 ? 0 : cut, part == 0 ? cut : count, acc);
+    if (part == 1 && parts == 2) {
+#pragma unroll
+        for (int j = 0; j < HS; j++) sh.squares[j * a.hd + element] = acc[j];
+    }
+    __syncthreads();
+    if (part == 0) {
+#pragma unroll
+        for (int j = 0; j < HS; j++)
+            if (j < u.heads)
+                partial_state(a, chunk, 0, u.h0 + j)[element] = parts == 2 ? acc[j] + sh.squares[j * a.hd + element] : acc[j];
+    }
+    for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
+        float l = 0.0f;
+        for (int t = lane_id(); t < count; t += 32) l += sh.s[t * HS + j];
+        l = warp_sum_f32(l);
+        if (lane_id() == 0) partial_state(a, chunk, 0, u.h0 + j)[a.hd + 1] = l;
+    }
+#else
+    for (int item = threadIdx.x; item < a.hd; item += UNIT_THREADS) {
+        float acc[HS];
+        unit_values<HS>(sh, sh.v8 + item, a.hd, 0, count, acc);
+#pragma unroll
+        for (int j = 0; j < HS; j++)
+            if (j < u.heads) partial_state(a, chunk, 0, u.h0 + j)[item] = acc[j];
+    }
+    // Threads that have no element, or the last ones.
+    const int j = UNIT_THREADS - 1 - (int)threadIdx.x;
+    if (j < u.heads) partial_state(a, chunk, 0, u.h0 + j)[a.hd + 1] = unit_sum<HS>(sh, sh.s + j, sh.c + j, count);
+#endif
+    if ((int)threadIdx.x < u.heads) {
+        float m = MINUS_INFINITY;
+        for (int v = 0; v < UNIT_WARPS; v++) {
+            const float other = sh.totals[v * HS + threadIdx.x];
+            m = m > other ? m : other;
+        }
+        partial_state(a, chunk, 0, u.h0 + threadIdx.x)[a.hd] = m;
+    }
+}

@@ -1,0 +1,90 @@
+"""The attention stage against the CPU reference: one step, filled cache, any cut of the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
+
+from kestrel.launch import CHUNK, Tuning, plan
+from kestrel.simt import SimtBackend
+from tests.support.forward import make_model, run_rows
+from tests.support.models import tiny_config
+
+Cache = dict[str, npt.NDArray[Any]]
+BASE = 3  # cache slot of position 0
+
+
+def cache_of(rng: np.random.Generator, slots: int, heads: int, head_dim: int, order: str) -> Cache:
+    """Random rows; ``rising``: each K row is longer than the last, so that the maximum often moves."""
+    scale = 0.02 * np.exp(rng.standard_normal((slots, heads)))
+    if order == "rising":
+        scale = np.linspace(0.001, 0.05, slots)[:, None] * np.ones((1, heads))
+    return {
+        "kq": rng.integers(-127, 128, (slots, heads, head_dim)).astype(np.int8),
+        "ks": scale.astype(np.float32),
+        "vq": rng.integers(-127, 128, (slots, heads, head_dim)).astype(np.int8),
+        "vs": (rng.random((slots, heads)) * 0.03).astype(np.float32),
+    }
+
+
+def compare(
+    position: int, cache_order: str = "any", blocks: int = 264, seed: int = 0, spoil: Any = None, **shape: Any
+) -> None:
+    """``spoil``: position and K scale of it."""
+    config = tiny_config(**{"family": "qwen3", "layers": 1, "hidden": 64, "ffn": 64, "vocab": 64, **shape})
+    rng = np.random.default_rng(position + seed)
+    slots = BASE + position + 1
+    cache = cache_of(rng, slots, config.num_kv_heads, config.head_dim, cache_order)
+    if spoil is not None:
+        cache["ks"][BASE + spoil[0]] = spoil[1]
+    keys = []
+    tuning = Tuning(attention_blocks=blocks, merge_threads=32 + 32 * (seed % 4))
+    for backend in (None, SimtBackend(tuning=tuning, seed=seed)):
+        model = make_model(config, backend=backend, slots=slots, max_rows=1)
+        for name, array in cache.items():
+            model.backend.write(getattr(model.kv.layers[0], name), array)
+        keys.append(run_rows(model, [5], [position], [BASE], taps="extended").keys)
+        if backend is not None:
+            names = [launch.kernel for launch in plan(model.step(1, 1, "extended").ops).main]
+            wide = "_wide" if config.head_dim > 128 else ""
+            assert {f"k_attn_stage{wide}", "k_attn_merge"} <= set(names)
+    assert keys[1] == keys[0]
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 31, 32, 254, 255, 256, 257, 511, 512, 1023, 1024])
+@pytest.mark.parametrize("order", ["any", "rising"])
+def test_positions(position: int, order: str) -> None:
+    compare(position, order, heads=8, kv_heads=2, head_dim=32)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 16, 17, 40])
+@pytest.mark.parametrize("heads", [(8, 1), (6, 2), (2, 2), (12, 1), (20, 2)])
+def test_cuts(blocks: int, heads: tuple[int, int]) -> None:
+    """One to eight heads a unit, more units than blocks, more than eight heads to a KV head."""
+    compare(700, blocks=blocks, seed=blocks, heads=heads[0], kv_heads=heads[1], head_dim=16)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 256])
+@pytest.mark.parametrize("blocks", [3, 64])
+def test_head_sizes(head_dim: int, blocks: int) -> None:
+    compare(300, blocks=blocks, seed=head_dim, heads=4, kv_heads=1, head_dim=head_dim)
+
+
+def test_without_norm() -> None:
+    compare(300, family="llama", heads=4, kv_heads=2, head_dim=64)
+
+
+def test_more_chunks_than_a_merge_round_takes() -> None:
+    compare(33 * CHUNK + 5, blocks=7, heads=2, kv_heads=1, head_dim=16)
+    compare(65 * CHUNK, blocks=9, seed=1, heads=2, kv_heads=1, head_dim=16)
+
+
+@pytest.mark.parametrize("place", [0, 40, 299])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_not_finite(place: int, value: float) -> None:
+    compare(300, spoil=(place, value), heads=4, kv_heads=1, head_dim=32)
