@@ -3,21 +3,33 @@
 
 #include "forms.cuh"
 
-// Walks `n` floats of shared memory in ascending order onto `sum`; sixteen loads are in flight ahead of the chain.
+// Walks `n` floats of shared memory in ascending order onto `sum`: one addition hangs on the one before it, so the next
+// sixteen terms are asked for ahead of the additions of these.
 DEVICE float ordered_sum(const float *terms, int n, float sum) {
     int i = 0;
-#pragma unroll 1
-    for (; i + 16 <= n; i += 16) {
-        float4 t[4];
+    if (n >= 16) {
+        float4 now[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) t[j] = *(const float4 *)(terms + i + 4 * j);
+        for (int j = 0; j < 4; j++) now[j] = *(const float4 *)(terms + 4 * j);
+#pragma unroll 2
+        for (;; i += 16) {
+            const bool more = i + 32 <= n;
+            float4 next[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            sum += t[j].x;
-            sum += t[j].y;
-            sum += t[j].z;
-            sum += t[j].w;
+            for (int j = 0; j < 4; j++)
+                if (more) next[j] = *(const float4 *)(terms + i + 16 + 4 * j);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                sum += now[j].x;
+                sum += now[j].y;
+                sum += now[j].z;
+                sum += now[j].w;
+            }
+            if (!more) break;
+#pragma unroll
+            for (int j = 0; j < 4; j++) now[j] = next[j];
         }
+        i += 16;
     }
     for (; i < n; i++) sum += terms[i];
     return sum;
@@ -53,14 +65,14 @@ DEVICE NormShared norm_shared(unsigned char *base, int d) {
     return sh;
 }
 
-// Eight neighbouring elements; `vector`: they are 16-byte aligned.
+// Eight neighbouring elements of a row that another kernel wrote, past L1; `vector`: they are 16-byte aligned.
 DEVICE void load_eight(const float *p, bool vector, float *v) {
     if (vector) {
-        const float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
+        const float4 a = load_l2((const float4 *)p), b = load_l2((const float4 *)p + 1);
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     } else {
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = p[k];
+        for (int k = 0; k < 8; k++) v[k] = load_l2(p + k);
     }
 }
 
@@ -75,48 +87,69 @@ DEVICE void load_eight_weights(const float *p, bool vector, float *v) {
     }
 }
 
+DEVICE void store_eight(float *p, const float *v) {  // 16-byte aligned
+    ((float4 *)p)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    ((float4 *)p)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
 #define NORM_CACHED 2  // blocks of eight that a thread keeps in registers from the sum to the result
 
-// Leaves the normalised row in sh.x; ends with a barrier. x, w: f32[d] in global memory. Asks for w, waits for the
-// kernel that makes x, then asks for x: nothing is read twice unless d > 16 * blockDim.x.
-DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+// What a thread holds of a row: block threadIdx.x + c * blockDim.x of eight elements.
+struct NormRow {
+    float x[NORM_CACHED][8];
+};
+
+// Asks for the norm's weights, waits for the kernel that makes x, lets the next one begin, asks for x, and returns r to
+// every thread. x, w: f32[d] in global memory. Of w each thread copies the elements that it holds of x to sh.x, which
+// costs no registers; copy_wait_all stands between here and their use. Where d is no multiple of 8 nothing is copied.
+// The chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a
+// barrier behind it.
+DEVICE float norm_scale(const float *x, const float *w, int d, float eps, const NormShared &sh, NormRow &row) {
     const int blocks = d / 8, tail = d % 8;
     const bool vector = tail == 0;
-    float xs[NORM_CACHED][8], ws[NORM_CACHED][8];
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks) load_eight_weights(w + 8 * b, vector, ws[c]);
+        if (b < blocks && vector) {
+            copy_async_16(sh.x + 8 * b, w + 8 * b);
+            copy_async_16(sh.x + 8 * b + 4, w + 8 * b + 4);
+        }
     }
     wait_for_previous();
+    start_next();
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks) load_eight(x + 8 * b, vector, xs[c]);
+        if (b < blocks) {
+            load_eight(x + 8 * b, vector, row.x[c]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 8; k++) row.x[c][k] = 0.0f;
+        }
     }
 #if KESTREL_FAST
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            if ((int)(threadIdx.x + c * blockDim.x) < blocks) sum += xs[c][k] * xs[c][k];
+        for (int k = 0; k < 8; k++) sum += row.x[c][k] * row.x[c][k];
     }
-    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x) sum += x[i] * x[i];
-    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sum += x[i] * x[i];
+    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x)
+        sum += load_l2(x + i) * load_l2(x + i);
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sum += load_l2(x + i) * load_l2(x + i);
     sum = warp_sum_f32(sum);
     if (lane_id() == 0) sh.terms[warp_id()] = sum;
     __syncthreads();
     float ss = 0.0f;
     for (int i = 0; i < warp_count(); i++) ss += sh.terms[i];
-    const float r = inverse_sqrt(ss / (float)d + eps);
+    return inverse_sqrt(ss / (float)d + eps);
 #else
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
         float square[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) square[k] = xs[c][k] * xs[c][k];
+        for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
         if (b < blocks) sh.terms[b] = hsum8(square);
     }
 #pragma unroll 1
@@ -128,33 +161,80 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
         sh.terms[b] = hsum8(square);
     }
     for (int i = threadIdx.x; i < tail; i += blockDim.x) {
-        const float v = x[8 * blocks + i];
+        const float v = load_l2(x + 8 * blocks + i);
         sh.terms[blocks + i] = v * v;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        const float ss = ordered_sum(sh.terms, blocks + tail, 0.0f);
-        sh.r[0] = inverse_sqrt(ss / (float)d + eps);
-    }
-    __syncthreads();
-    const float r = sh.r[0];
+    float r = 0.0f;
+    if (lane_id() == 0) r = inverse_sqrt(ordered_sum(sh.terms, blocks + tail, 0.0f) / (float)d + eps);
+    return __shfl_sync(FULL_WARP, r, 0);
 #endif
+}
+
+// out = (x * r) * w, eight elements; w may be out.
+DEVICE void norm_eight(const float *x, const float *w, float r, float *out) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) out[k] = (x[k] * r) * w[k];
+}
+
+// The weights that norm_scale copied: block b of eight.
+DEVICE void copied_weights(const NormShared &sh, int b, float *w) {
+    const float4 lo = ((const float4 *)(sh.x + 8 * b))[0], hi = ((const float4 *)(sh.x + 8 * b))[1];
+    w[0] = lo.x, w[1] = lo.y, w[2] = lo.z, w[3] = lo.w, w[4] = hi.x, w[5] = hi.y, w[6] = hi.z, w[7] = hi.w;
+}
+
+// Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
+DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+    NormRow row;
+    const float r = norm_scale(x, w, d, eps, sh, row);
+    const int blocks = d / 8;
+    copy_wait_all();
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
         if (b < blocks) {
-            float4 *const out = (float4 *)(sh.x + 8 * b);
-            out[0] = make_float4((xs[c][0] * r) * ws[c][0], (xs[c][1] * r) * ws[c][1], (xs[c][2] * r) * ws[c][2],
-                                 (xs[c][3] * r) * ws[c][3]);
-            out[1] = make_float4((xs[c][4] * r) * ws[c][4], (xs[c][5] * r) * ws[c][5], (xs[c][6] * r) * ws[c][6],
-                                 (xs[c][7] * r) * ws[c][7]);
+            float out[8];
+            if (d % 8 == 0)
+                copied_weights(sh, b, out);
+            else
+                load_eight_weights(w + 8 * b, false, out);
+            norm_eight(row.x[c], out, r, out);
+            store_eight(sh.x + 8 * b, out);
         }
     }
     // The rest of a very long row, then the tail.
 #pragma unroll 1
-    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
-    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (x[i] * r) * w[i];
+    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x)
+        sh.x[i] = (load_l2(x + i) * r) * w[i];
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (load_l2(x + i) * r) * w[i];
     __syncthreads();
+}
+
+// One group of 32: v[i] is element 8 * part + i of lane part = lane % 4. Returns the packed codes of this lane; all
+// lanes of the warp call it.
+DEVICE uint2 a8_group_of_eights(const float *v, float *d, int *gsum) {
+    unsigned amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const unsigned u = f32_bits(v[i]) & 0x7fffffffu;
+        amax = u > amax ? u : amax;
+    }
+    const A8Scale s = a8_scale(group_max_u32(amax, 4));
+    unsigned packed[2] = {0, 0};
+    int sum = 0;
+    if (!s.zero) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int code = a8_code(v[i], s.inv);
+            packed[i / 4] |= ((unsigned)code & 0xffu) << (8 * (i % 4));
+            sum += code;
+        }
+    }
+    *d = s.d;
+    *gsum = group_sum_s32(sum, 4);
+    uint2 both;
+    both.x = packed[0], both.y = packed[1];
+    return both;
 }
 
 // One group of 32: v[i] is element 4 * part + i of lane part = lane % 8. Returns the packed codes of this lane; all
@@ -234,9 +314,81 @@ DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, con
     }
 }
 
-// rms_norm and a8 of row m into shared memory; waits for the kernel that makes the row; ends with a barrier.
-DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
-    block_rms_norm(norm.x + (long long)m * norm.d, norm.w, norm.d, norm.eps, sh);
-    block_a8(sh.x, norm.d / 32, sh.q, sh.d, sh.gsum);
+// Which part of a row's norm and a8 a block also writes to global memory: eights [first, end) of the row.
+struct NormPart {
+    int first, end;
+};
+
+// The part of block `block` of `blocks`, in whole groups of 32.
+DEVICE NormPart norm_part(int d, int block, int blocks) {
+    const int groups = d / 32, each = (groups + blocks - 1) / blocks;
+    NormPart part;
+    part.first = 4 * each * block;
+    part.end = part.first + 4 * each;
+    return part;
+}
+
+// Block b of eight elements, normalised, becomes a8; whole warps call it, `valid` where b lies in the row.
+DEVICE void finish_eight(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh, int b,
+                         bool valid, const float *v, bool keep_x, NormPart part) {
+    float scale;
+    int sum;
+    const uint2 packed = a8_group_of_eights(v, &scale, &sum);
+    if (!valid) return;
+    ((uint2 *)sh.q)[b] = packed;
+    if (b % 4 == 0) {
+        sh.d[b / 4] = scale;
+        sh.gsum[b / 4] = sum;
+    }
+    if (keep_x) store_eight(sh.x + 8 * b, v);
+    if (b < part.first || b >= part.end) return;
+    store_eight(norm.out + m * norm.d + 8 * b, v);
+    ((uint2 *)(a8.q + m * norm.d))[b] = packed;
+    if (b % 4 == 0) {
+        a8.d[m * (norm.d / 32) + b / 4] = scale;
+        a8.gsum[m * (norm.d / 32) + b / 4] = sum;
+    }
+}
+
+// rms_norm and a8 of row m into shared memory, straight from registers, and `part` of both to global memory. sh.x is
+// written only with keep_x. d is a multiple of 32. Waits as norm_scale does; ends with a barrier.
+DEVICE void block_norm_a8_part(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh,
+                               bool keep_x, NormPart part) {
+    const float *const x = norm.x + m * norm.d;
+    NormRow row;
+    const float r = norm_scale(x, norm.w, norm.d, norm.eps, sh, row);
+    const int blocks = norm.d / 8;
+    copy_wait_all();
+#pragma unroll
+    for (int c = 0; c < NORM_CACHED; c++) {
+        const int first = c * blockDim.x + 32 * warp_id(), b = first + lane_id();
+        if (first < blocks) {
+            float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            if (b < blocks) {
+                copied_weights(sh, b, v);
+                norm_eight(row.x[c], v, r, v);
+            }
+            finish_eight(norm, a8, m, sh, b, b < blocks, v, keep_x, part);
+        }
+    }
+    // The rest of a very long row.
+#pragma unroll 1
+    for (int first = NORM_CACHED * blockDim.x + 32 * warp_id(); first < blocks; first += blockDim.x) {
+        const int b = first + lane_id();
+        float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        if (b < blocks) {
+            float w[8];
+            load_eight(x + 8 * b, true, v);
+            load_eight_weights(norm.w + 8 * b, true, w);
+            norm_eight(v, w, r, v);
+        }
+        finish_eight(norm, a8, m, sh, b, b < blocks, v, keep_x, part);
+    }
     __syncthreads();
+}
+
+// The same with sh.x and without a part.
+DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
+    const NormPart none = {0, 0};
+    block_norm_a8_part(norm, QuantizeA8Args{}, m, sh, true, none);
 }

@@ -5,6 +5,8 @@
 
 // Grid (columns, M); each thread takes every (gridDim.x * blockDim.x)-th column. Contract sections 1 and 9.
 KERNEL void k_embed(const EmbedArgs a) {
+    wait_for_previous();
+    start_next();
     const int m = blockIdx.y, k = a.w.k, groups = k / 32;
     const long long row = a.ids[m];
     float *const x = a.x + (long long)m * k;  // f32[K]

@@ -18,6 +18,7 @@ static_assert(sizeof(FeedbackArgs) == 64, "kestrel/cuda/feedback.py repeats this
 // One block. After a step that failed, token and position stay: what is queued behind it writes nothing new.
 KERNEL void k_feedback(const FeedbackArgs a) {
     wait_for_previous();
+    start_next();
     const unsigned step = *a.step, slot = step % (unsigned)a.slots;
     for (int i = threadIdx.x; i < a.taps; i += blockDim.x) a.hash_log[(long long)slot * a.taps + i] = a.hashes[i];
     __syncthreads();  // every thread has read the step

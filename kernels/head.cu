@@ -1,7 +1,7 @@
-// The greedy choice, contract section 10.
-#include "port.cuh"
-
-#if !KESTREL_FAST
+// The end of a step: the greedy choice (contract section 10), alone or with the final norm and the head matrix.
+#include "block_norm.cuh"
+#include "stage_args.h"
+#include "warp_rows.cuh"
 
 // The better of two (value, index): larger value, then lower index. Order-free, so any reduction tree gives the same.
 DEVICE void take_better(float &value, int &index, float other, int other_index) {
@@ -10,15 +10,6 @@ DEVICE void take_better(float &value, int &index, float other, int other_index) 
         index = other_index;
     }
 }
-
-#define ARGMAX_ROWS 8     // rows and blocks of a row that a launch of several blocks may have; kestrel/launch.py knows
-#define ARGMAX_BLOCKS 64  // them, too
-
-// What the blocks of a row found, and how many of them are done: zero between launches, which never overlap.
-static __device__ float argmax_value[ARGMAX_ROWS][ARGMAX_BLOCKS];
-static __device__ int argmax_index[ARGMAX_ROWS][ARGMAX_BLOCKS];
-static __device__ unsigned argmax_magnitude[ARGMAX_ROWS][ARGMAX_BLOCKS];
-static __device__ unsigned argmax_arrived[ARGMAX_ROWS];
 
 // Best value and index, and the largest magnitude, over the block; the result is in thread 0. Ends with a barrier.
 DEVICE void block_best(float &value, int &index, unsigned &magnitude) {
@@ -45,6 +36,17 @@ DEVICE void block_best(float &value, int &index, unsigned &magnitude) {
     }
     __syncthreads();
 }
+
+#if !KESTREL_FAST
+
+#define ARGMAX_ROWS 8     // rows and blocks of a row that a launch of several blocks may have; kestrel/launch.py knows
+#define ARGMAX_BLOCKS 64  // them, too
+
+// What the blocks of a row found, and how many of them are done: zero between launches, which never overlap.
+static __device__ float argmax_value[ARGMAX_ROWS][ARGMAX_BLOCKS];
+static __device__ int argmax_index[ARGMAX_ROWS][ARGMAX_BLOCKS];
+static __device__ unsigned argmax_magnitude[ARGMAX_ROWS][ARGMAX_BLOCKS];
+static __device__ unsigned argmax_arrived[ARGMAX_ROWS];
 
 // Grid (blocks of a row, rows), rows strided; blockDim.x a multiple of 32. The last block of a row to finish joins what
 // all of them found. -1 when any logit of the row is NaN or infinite.
@@ -76,8 +78,9 @@ KERNEL LAUNCH_BOUNDS(1024) void k_argmax(const ArgmaxArgs a) {
             index = -1;
             magnitude = 0;
             for (int b = threadIdx.x; b < (int)gridDim.x; b += blockDim.x) {
-                take_better(value, index, load_l2(&argmax_value[slot][b]), argmax_index[slot][b]);
-                magnitude = argmax_magnitude[slot][b] > magnitude ? argmax_magnitude[slot][b] : magnitude;
+                take_better(value, index, load_l2(&argmax_value[slot][b]), load_l2(&argmax_index[slot][b]));
+                const unsigned other = load_l2(&argmax_magnitude[slot][b]);
+                magnitude = other > magnitude ? other : magnitude;
             }
             block_best(value, index, magnitude);
         }
@@ -86,3 +89,78 @@ KERNEL LAUNCH_BOUNDS(1024) void k_argmax(const ArgmaxArgs a) {
 }
 
 #endif
+
+#define HEAD_BLOCKS 1024  // of a launch, at most; kestrel/stages/matmul.py knows it, too
+
+// What the blocks of a head found, and how many of them are done: zero between launches, which never overlap.
+static __device__ float head_value[HEAD_BLOCKS];
+static __device__ int head_index[HEAD_BLOCKS];
+static __device__ unsigned head_magnitude[HEAD_BLOCKS];
+static __device__ unsigned head_arrived;
+
+// Logits, and the best of those that this lane has stored.
+struct BestRows {
+    float *y;
+    float value;
+    int index;           // -1: none yet
+    unsigned magnitude;  // of the largest |logit|, as bits
+
+    DEVICE_MEMBER void open(const RowUnit &) {}
+    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
+        if (lane_id() >= at.rows) return;
+        const int n = at.out + lane_id();
+        y[n] = mine;
+        const unsigned u = f32_bits(mine) & 0x7fffffffu;
+        magnitude = u > magnitude ? u : magnitude;
+        take_better(value, index, mine, n);
+    }
+};
+
+// Norm, head matrix and greedy choice of one row. Every block norms the row for itself while its first weights travel,
+// keeps the best of its logits, and the last block to finish joins what all of them found.
+template <int U, int R>
+DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
+    const NormShared sh = norm_shared(shared, a.norm.d);
+    const A8Row in = {sh.q, sh.d, sh.gsum};
+    WarpUnits<U, R> units;
+    units.begin(a.mm, block, blocks);
+    if (a.has_a8) {
+        block_norm_a8_part(a.norm, a.a8, 0, sh, reads_bf16(a.mm), norm_part(a.norm.d, block, blocks));
+    } else {
+        block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);
+        for (int i = block * blockDim.x + threadIdx.x; i < a.norm.d; i += blocks * blockDim.x) a.norm.out[i] = sh.x[i];
+    }
+    BestRows best = {a.mm.y, 0.0f, -1, 0};
+    units.finish(a.mm, in, sh.x, best);
+    block_best(best.value, best.index, best.magnitude);
+    if (blocks > 1) {
+        if (threadIdx.x == 0) {
+            head_value[block] = best.value;
+            head_index[block] = best.index;
+            head_magnitude[block] = best.magnitude;
+        }
+        if (!last_block_to_arrive(&head_arrived, blocks, arrived)) return;
+        best.value = 0.0f;
+        best.index = -1;
+        best.magnitude = 0;
+        for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+            take_better(best.value, best.index, load_l2(&head_value[b]), load_l2(&head_index[b]));
+            const unsigned other = load_l2(&head_magnitude[b]);
+            best.magnitude = other > best.magnitude ? other : best.magnitude;
+        }
+        block_best(best.value, best.index, best.magnitude);
+    }
+    if (threadIdx.x == 0) a.argmax.ids[0] = best.magnitude >= KESTREL_INF_BITS ? -1 : best.index;
+}
+
+// Dynamic shared: NormShared. u, r: as in stages.cu. Also k_head_u2r4_fast and k_head_u4r2_fast.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_u2r4)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<2, 4>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_u4r2)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<4, 2>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}

@@ -28,6 +28,18 @@ struct NormMatmulArgs {
 struct MatmulAddArgs {
     MatmulArgs mm;
     AddArgs add;
+    int staged;  // 0 | 1: every block copies the input row to shared memory
+    int reserved;
+};
+
+// rms_norm, quantize_a8 (has_a8), matmul by one matrix, argmax.
+struct HeadArgs {
+    RmsNormArgs norm;
+    QuantizeA8Args a8;
+    MatmulArgs mm;
+    ArgmaxArgs argmax;
+    int has_a8;  // 0 | 1
+    int reserved;
 };
 
 // qk_norm of q and k (has_norm), rope, kv_append, attention, quantize_a8 of the result (has_a8).
@@ -44,26 +56,33 @@ struct AttentionStageArgs {
     int has_a8;     // 0 | 1
 };
 
-// rms_norm, quantize_a8, matmul by the bf16 router, router_topk.
+// rms_norm, quantize_a8, matmul by the bf16 router.
 struct NormRouterArgs {
     RmsNormArgs norm;
     QuantizeA8Args a8;
     MatmulArgs mm;
-    RouterTopkArgs topk;
-    unsigned *counter;  // u32[1], zero before and after
     PrefetchRanges next;
+    int rows;  // of the router, to a block: 1 to 4
+    int reserved;
 };
 
-// moe_matmul by gate and up (or matmul: ids null), swiglu, quantize_a8.
+// router_topk (experts), moe_matmul by gate and up (dense: matmul), swiglu, quantize_a8.
 struct GateUpArgs {
     MoeMatmulArgs mm;
     SwigluArgs swiglu;
     QuantizeA8Args a8;
+    RouterTopkArgs topk;
+    Weight down;   // experts: what the next kernel reads
+    int depth;     // pairs of rows that a warp has in flight: 1 to 8
+    int ask_down;  // 0 | 1: ask L2 for the chosen experts' rows of `down`
 };
 
-// moe_matmul by down, moe_combine, add: x += out.
+// moe_matmul by down, moe_combine, add: x += out. The experts follow from the logits of router_topk.
 struct MoeDownArgs {
     MoeMatmulArgs mm;
     MoeCombineArgs combine;
     AddArgs add;
+    RouterTopkArgs topk;
+    int rows;  // of an expert's matrix, to a block: a multiple of 4, no more than threads
+    int reserved;
 };

@@ -1,112 +1,164 @@
-// Stages of a decode step (M = 1): ops of one layer joined into one launch, because between short launches a GPU
-// waits. The arithmetic is that of the single ops, from the same device functions. Each stage asks for its weights
-// before it waits for anything else. Each kernel exists in both forms: k_x and k_x_fast.
+// Stages of a decode step (M = 1) around one matrix product: ops of one layer joined into one launch, because between
+// short launches a GPU waits. The arithmetic is that of the single ops, from the same device functions. Each stage asks
+// for its weights before it waits for anything else. A stage is a function of (arguments, block of so many blocks,
+// dynamic shared memory) behind a thin kernel, with the same bits for every number of blocks. Each kernel exists in
+// both forms: k_x and k_x_fast.
 #include "block_norm.cuh"
 #include "stage_args.h"
 #include "warp_rows.cuh"
 
-// A block per row, grid-stride; any M. Dynamic shared: NormShared.
-KERNEL void FORM(k_norm_a8)(const NormA8Args a) {
-    DYNAMIC_SHARED(shared);
+// Rows in turn to the blocks; any M.
+DEVICE void norm_a8(const NormA8Args &a, int block, int blocks, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.norm.d);
-    start_next();  // block_rms_norm waits
-    for (int m = blockIdx.x; m < a.norm.M; m += gridDim.x) {
-        block_norm_a8(a.norm, m, sh);
-        store_norm_a8(a.norm, a.a8, sh, m);
-        __syncthreads();
-    }
+    const NormPart all = norm_part(a.norm.d, 0, 1);
+    for (int m = block; m < a.norm.M; m += blocks) block_norm_a8_part(a.norm, a.a8, m, sh, false, all);
 }
 
-// Which matrix and which of its rows a warp's unit of R rows is: units do not cross matrices.
-struct RowUnit {
-    Weight w;
-    int n, rows;  // first row within w, and how many (at most R; 0: past the end)
-    int out;      // first row in the concatenated output
+// Dynamic shared: NormShared.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_a8)(const NormA8Args a) {
+    DYNAMIC_SHARED(shared);
+    norm_a8(a, blockIdx.x, gridDim.x, shared);
+}
+
+// y, as WarpUnits hands it over.
+struct StoreRows {
+    float *y;
+
+    DEVICE_MEMBER void open(const RowUnit &) {}
+    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
+        if (lane_id() < at.rows) y[at.out + lane_id()] = mine;
+    }
 };
 
-DEVICE RowUnit row_unit(const MatmulArgs &a, int unit, int R) {
-    RowUnit at;
-    at.w = a.w[0];
-    at.out = 0;
-#pragma unroll
-    for (int i = 1; i < 3; i++) {
-        const int units = (at.w.n + R - 1) / R;
-        if (i < a.n_w && unit >= units) {
-            unit -= units;
-            at.out += at.w.n;
-            at.w = a.w[i];
-        }
-    }
-    at.n = unit * R;
-    at.rows = at.w.n - at.n < R ? at.w.n - at.n : R;
-    if (at.rows < 0) at.rows = 0;
-    at.out += at.n;
-    return at;
-}
-
-DEVICE int row_units(const MatmulArgs &a, int R) {
-    int units = 0;
-    for (int i = 0; i < a.n_w; i++) units += (a.w[i].n + R - 1) / R;
-    return units;
-}
-
-// Every block norms the row for itself while its first weights travel; block 0 stores the norm and its a8.
-template <int U, int R> DEVICE void norm_matmul(const NormMatmulArgs &a, unsigned char *shared) {
+// Every block norms the row for itself while its first weights travel; the blocks share the storing of norm and a8.
+template <int U, int R>
+DEVICE void norm_matmul(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.norm.d);
     const A8Row in = {sh.q, sh.d, sh.gsum};
-    const int units = row_units(a.mm, R), stride = gridDim.x * warp_count();
-    int unit = blockIdx.x * warp_count() + warp_id();
-    WarpRows<U, R> rows;
-    RowUnit at = row_unit(a.mm, unit, R);
-    if (unit < units) rows.begin(at.w, at.n, at.rows);
+    const NormPart part = norm_part(a.norm.d, block, blocks);
+    WarpUnits<U, R> units;
+    units.begin(a.mm, block, blocks);
+    block_norm_a8_part(a.norm, a.a8, 0, sh, reads_bf16(a.mm), part);
+    StoreRows out = {a.mm.y};
+    units.finish(a.mm, in, sh.x, out);
+}
+
+// Dynamic shared: NormShared. u: loads of a thread in flight for a row, r: rows of a warp; kestrel/stages/matmul.py
+// chooses.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r1)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 1>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r2)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 2>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r3)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 3>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r4)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 4>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r5)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<2, 5>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u3r3)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<3, 3>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u4r1)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<4, 1>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u4r2)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul<4, 2>(a, blockIdx.x, gridDim.x, shared);
+}
+
+// y, and x += y. What is added to travels while the row is computed.
+struct AddRows {
+    float *y, *x;
+    float old;
+
+    DEVICE_MEMBER void open(const RowUnit &at) {
+        if (lane_id() < at.rows) old = load_l2(x + at.out + lane_id());
+    }
+    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
+        if (lane_id() < at.rows) {
+            y[at.out + lane_id()] = mine;
+            x[at.out + lane_id()] = old + mine;
+        }
+    }
+};
+
+// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. Visible
+// after copy_wait_all and a barrier.
+DEVICE void block_copy(void *shared, const void *global, int words) {
+    for (int i = threadIdx.x; i < words / 4; i += blockDim.x)
+        copy_async_16((uint4 *)shared + i, (const uint4 *)global + i);
+    for (int i = words / 4 * 4 + threadIdx.x; i < words; i += blockDim.x)
+        ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);
+}
+
+// Warps take rows in turn. Dynamic shared, where the input fits (a.staged): i8[K] q, f32[G] d and i32[G] gsum, each
+// rounded up to 16 bytes, or f32[K] x before them if there is a bf16 matrix.
+template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
+    A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    const float *x = a.mm.x;
+    WarpUnits<U, R> units;
+    units.begin(a.mm, block, blocks);
+    wait_for_previous();
     start_next();
-    block_norm_a8(a.norm, 0, sh);
-    if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
-    while (unit < units) {
-        float y[R];
-        rows.finish(at.w, at.n, at.rows, in, sh.x, y);
-#pragma unroll
-        for (int r = 0; r < R; r++)
-            if (lane_id() == 0 && r < at.rows) a.mm.y[at.out + r] = y[r];
-        unit += stride;
-        if (unit < units) {
-            at = row_unit(a.mm, unit, R);
-            rows.begin(at.w, at.n, at.rows);
+    if (a.staged) {
+        const int k = a.mm.w[0].k, groups = k / 32;
+        if (reads_bf16(a.mm)) {
+            block_copy(shared, x, k);
+            x = (const float *)shared;
+            shared += 4 * k;
         }
+        if (in.q != nullptr) {
+            float *const d = (float *)(shared + k);
+            int *const gsum = (int *)(d + (groups + 3) / 4 * 4);
+            block_copy(shared, in.q, k / 4);
+            block_copy(d, in.d, groups);
+            block_copy(gsum, in.gsum, groups);
+            in = {(const signed char *)shared, d, gsum};
+        }
+        copy_wait_all();
+        __syncthreads();
     }
+    AddRows out = {a.mm.y, a.add.x, 0.0f};
+    units.finish(a.mm, in, x, out);
 }
 
-// Dynamic shared: NormShared. u: steps of a slot in flight, r: rows of a warp.
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_norm_matmul_u2r4)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r1)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<2, 4>(a, shared);
+    matmul_add<2, 1>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_norm_matmul_u4r2)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r2)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<4, 2>(a, shared);
+    matmul_add<2, 2>(a, blockIdx.x, gridDim.x, shared);
 }
-
-// y = w . a8 row, and x += y where there is a residual.
-template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a) {
-    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
-    const int units = row_units(a.mm, R);
-    for (int unit = blockIdx.x * warp_count() + warp_id(); unit < units; unit += gridDim.x * warp_count()) {
-        const RowUnit at = row_unit(a.mm, unit, R);
-        WarpRows<U, R> rows;
-        rows.begin(at.w, at.n, at.rows);
-        wait_for_previous();  // in later turns, too, where it returns at once
-        start_next();
-        float y[R];
-        rows.finish(at.w, at.n, at.rows, in, a.mm.x, y);
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            if (lane_id() == 0 && r < at.rows) {
-                const int n = at.out + r;
-                a.mm.y[n] = y[r];
-                a.add.x[n] = a.add.x[n] + y[r];
-            }
-        }
-    }
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r3)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add<2, 3>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_matmul_add_u2r4)(const MatmulAddArgs a) { matmul_add<2, 4>(a); }
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_matmul_add_u4r2)(const MatmulAddArgs a) { matmul_add<4, 2>(a); }
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r4)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add<2, 4>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u3r3)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add<3, 3>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u4r1)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add<4, 1>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u4r2)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add<4, 2>(a, blockIdx.x, gridDim.x, shared);
+}

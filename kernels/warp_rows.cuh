@@ -1,77 +1,50 @@
 // One weight row by a whole warp, in the contract's order (section 3), for a single input row. The 8-lane order makes
 // only the fma chain of each lane serial; dots and scales of its terms are free. So the warp's four slots of eight
-// threads split the row's steps (a step is eight groups): slot q computes the terms of steps q*U .. q*U+U-1, then the
-// eight running sums are handed from slot to slot, each adding its U terms. Four times the threads of matvec.cuh for
-// the same bytes: shorter loads per thread and a shorter tail.
+// threads split the row's steps (a step is eight groups) into neighbouring runs, each slot computes the terms of its
+// run, then the eight running sums are handed from slot to slot, each adding its terms. Four times the threads of
+// matvec.cuh for the same bytes: shorter loads per thread and a shorter tail. bf16 has no terms apart from its chain:
+// there each slot takes a row of its own.
 #pragma once
 
 #include "matvec.cuh"
 #include "stage_args.h"
 
-// One a8 row.
+// One a8 row, 16-byte aligned.
 struct A8Row {
     const signed char *q;  // i8[K]
     const float *d;        // f32[G]
     const int *gsum;       // i32[G]
 };
 
-// R neighbouring q4local rows, U steps of each slot in flight: 16 * R * U bytes per thread.
-template <int U, int R> struct WarpRowsQ4 {
-    uint4 codes[R][U];
-    unsigned short scale[R][U];
-
-    // c: u8[rows, G, 16], s: f16[rows, G]; super-step `super` covers steps 4*U*super ...
-    DEVICE_MEMBER void load(const unsigned char *c, const unsigned short *s, int groups, int super, int rows) {
-        const int first = (4 * super + lane_id() / 8) * U;
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-#pragma unroll
-            for (int u = 0; u < U; u++) {
-                const int g = (first + u) * 8 + lane_id() % 8;
-                if (g < groups && r < rows) {
-                    codes[r][u] = load_streaming(c + ((long long)r * groups + g) * 16);
-                    scale[r][u] = load_streaming_u16(s + (long long)r * groups + g);
-                }
-            }
-        }
-    }
-
-    // acc[r] of lane l lies in slot 0 before and after. All lanes call it.
-    DEVICE_MEMBER void accumulate(const A8Row &in, int groups, int super, int rows, float *acc) {
-        const int lane = lane_id(), slot = lane / 8;
-        const int first = (4 * super + slot) * U;
-        float dot[R][U], ws[R][U];
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int g = (first + u) * 8 + lane % 8;
-            if (g < groups) {
-                const uint4 *const q = (const uint4 *)(in.q + 32ll * g);
-                const uint4 lo = q[0], hi = q[1];
-                const float d = in.d[g];
-                const int gsum = in.gsum[g];
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-                    if (r < rows) {
-                        dot[r][u] = (float)dot_q4(codes[r][u], lo, hi, gsum);
-                        ws[r][u] = half_to_float(scale[r][u]) * d;
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int turn = 0; turn < 4; turn++) {
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-                if (slot == turn && r < rows) {
-#pragma unroll
-                    for (int u = 0; u < U; u++)
-                        if ((first + u) * 8 + lane % 8 < groups) acc[r] = fma_f32(dot[r][u], ws[r][u], acc[r]);
-                }
-                acc[r] = __shfl_sync(FULL_WARP, acc[r], (lane + 24) & 31);  // from the slot before; slot 3 hands to slot 0
-            }
-        }
-    }
-};
+// The 8x8 transpose of halfwords over the eight threads of a slot: of thread j's eight elements `mine`, thread l gets
+// element l as float in out[j]. All lanes call it.
+DEVICE void transpose_bf16(uint4 mine, float *out) {
+    const int lane = lane_id();
+    // Words 0, 1 are for threads 0..3, words 2, 3 for threads 4..7.
+    const bool upper = lane & 4, second = lane & 2, odd = lane & 1;
+    const unsigned give0 = __shfl_xor_sync(FULL_WARP, upper ? mine.x : mine.z, 4);
+    const unsigned give1 = __shfl_xor_sync(FULL_WARP, upper ? mine.y : mine.w, 4);
+    const unsigned keep0 = upper ? mine.z : mine.x, keep1 = upper ? mine.w : mine.y;
+    // From thread lane % 4, and from the one four further: word 0 for the first pair of threads, word 1 for the second.
+    const unsigned low0 = upper ? give0 : keep0, low1 = upper ? give1 : keep1;
+    const unsigned high0 = upper ? keep0 : give0, high1 = upper ? keep1 : give1;
+    const unsigned from_low = __shfl_xor_sync(FULL_WARP, second ? low0 : low1, 2);
+    const unsigned from_high = __shfl_xor_sync(FULL_WARP, second ? high0 : high1, 2);
+    const unsigned own_low = second ? low1 : low0, own_high = second ? high1 : high0;
+    // Words of threads p, p + 2, p + 4, p + 6, where p is this thread's parity; halves for the even and the odd thread.
+    const unsigned w0 = second ? from_low : own_low, w2 = second ? own_low : from_low;
+    const unsigned w4 = second ? from_high : own_high, w6 = second ? own_high : from_high;
+    const unsigned other = odd ? 0x5410u : 0x7632u, own = odd ? 0x7632u : 0x5410u;  // byte_perm: low or high halves
+    const unsigned got02 = __shfl_xor_sync(FULL_WARP, __byte_perm(w0, w2, other), 1);
+    const unsigned got46 = __shfl_xor_sync(FULL_WARP, __byte_perm(w4, w6, other), 1);
+    const unsigned own02 = __byte_perm(w0, w2, own), own46 = __byte_perm(w4, w6, own);
+    const unsigned even02 = odd ? got02 : own02, odd02 = odd ? own02 : got02;
+    const unsigned even46 = odd ? got46 : own46, odd46 = odd ? own46 : got46;
+    out[0] = f32_from_bits(even02 << 16), out[2] = f32_from_bits(even02 & 0xffff0000u);
+    out[4] = f32_from_bits(even46 << 16), out[6] = f32_from_bits(even46 & 0xffff0000u);
+    out[1] = f32_from_bits(odd02 << 16), out[3] = f32_from_bits(odd02 & 0xffff0000u);
+    out[5] = f32_from_bits(odd46 << 16), out[7] = f32_from_bits(odd46 & 0xffff0000u);
+}
 
 // Asks L2 for weights of a later stage; all threads of the grid share the work.
 DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
@@ -92,42 +65,270 @@ DEVICE void prefetch_rows(const Weight &w, long long n, int rows) {
     for (long long at = 64ll * lane_id(); at < rows * groups; at += 64 * 32) prefetch_l2(w.scale + n * groups + at);
 }
 
-// y[r] of up to R neighbouring rows of one matrix, first row n; valid in lanes 0..7. Loads may be started ahead:
-// begin() once, then finish().
+// Up to R neighbouring rows of one matrix, piece by piece: a piece is what a warp has in flight, R * U loads of 16 bytes
+// a thread. load() asks for a piece; use() adds it to the running sums and asks for the next one as soon as its
+// registers are free; sums() ends the rows. Or begin(), which may stand far ahead, then finish(). A q4local piece is U
+// steps of each slot, a q8local one U / 2; bf16 takes the same number of loads from its rows, k a multiple of 32.
 template <int U, int R> struct WarpRows {
-    WarpRowsQ4<U, R> q4;
+    static_assert(U >= 2 && R <= 8, "q8local halves U; lanes 0..7 hold the results");
+    static const int TURNS = (R + 3) / 4;     // bf16: rows of a slot
+    static const int BLOCKS = R * U / TURNS;  // bf16: blocks of 64 elements of a row in a piece
+    static const bool EARLY = R * U <= 10;    // registers suffice to ask for the next piece ahead of this one's chain
 
-    DEVICE_MEMBER void begin(const Weight &w, long long n, int rows) {
-        if (w.wtype != KESTREL_Q4LOCAL) return;
-        const int groups = w.k / 32;
-        q4.load((const unsigned char *)w.codes + n * groups * 16, w.scale + n * groups, groups, 0, rows);
+    uint4 raw[R * U];
+    unsigned short scale[R * U];
+
+    DEVICE_MEMBER static int pieces(const Weight &w) {
+        if (w.wtype == KESTREL_BF16) return (w.k + 64 * BLOCKS - 1) / (64 * BLOCKS);
+        const int steps = (w.k / 32 + 7) / 8, most = w.wtype == KESTREL_Q4LOCAL ? U : U / 2;
+        return (steps + 4 * most - 1) / (4 * most);
     }
 
-    // in: the a8 row; x: f32[K] for bf16 weights.
-    DEVICE_MEMBER void finish(const Weight &w, long long n, int rows, const A8Row &in, const float *x, float *y) {
-        if (w.wtype == KESTREL_Q4LOCAL) {
-            const int groups = w.k / 32;
-            const unsigned char *const c = (const unsigned char *)w.codes + n * groups * 16;
-            const unsigned short *const s = w.scale + n * groups;
-            float acc[R];
+    // Of this lane in a piece of quantised rows: its first group (the next are 8 apart), and how many it has.
+    DEVICE_MEMBER static int share(const Weight &w, int piece, int &count) {
+        const int groups = w.k / 32, most = w.wtype == KESTREL_Q4LOCAL ? U : U / 2;
+        const int steps = (groups + 7) / 8 - 4 * most * piece;  // left
+        const int each = steps >= 4 * most ? most : (steps + 3) / 4;
+        const int first = 8 * (4 * most * piece + lane_id() / 8 * each) + lane_id() % 8;
+        const int have = (groups - first + 7) / 8;
+        count = have < 0 ? 0 : have < each ? have : each;
+        return first;
+    }
+
+    // Rows n .. n + rows - 1.
+    DEVICE_MEMBER void load(const Weight &w, long long n, int rows, int piece) {
+        if (w.wtype == KESTREL_BF16) {
+            const int slot = lane_id() / 8, first = 64 * BLOCKS * piece + 8 * (lane_id() % 8);
 #pragma unroll
-            for (int r = 0; r < R; r++) acc[r] = 0.0f;
-            q4.accumulate(in, groups, 0, rows, acc);
-            for (int super = 1; super * 4 * U * 8 < groups; super++) {
-                q4.load(c, s, groups, super, rows);
-                q4.accumulate(in, groups, super, rows, acc);
+            for (int t = 0; t < TURNS; t++) {
+                const unsigned short *const row = (const unsigned short *)w.codes + (n + slot + 4 * t) * w.k + first;
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++) {
+                    if (slot + 4 * t < rows && first + 64 * b < w.k)
+                        raw[t * BLOCKS + b] = load_streaming(row + 64 * b);
+                    else
+                        raw[t * BLOCKS + b] = make_uint4(0, 0, 0, 0);
+                }
             }
-#pragma unroll
-            for (int r = 0; r < R; r++) y[r] = group_hsum8(acc[r]);
             return;
         }
-        // Other formats: a row to a slot, as in matvec.cuh; R <= 4.
-        const int slot = lane_id() / 8;
-        InputRows<1> one = {{x}, {in.q}, {in.d}, {in.gsum}};
-        float acc[1] = {0.0f};
-        if (slot < rows) weight_row<1, false>(w, n + slot, one, lane_id() % 8, acc);
-        const float sum = group_hsum8(acc[0]);
+        int count;
+        const int first = share(w, piece, count), groups = w.k / 32;
+        const unsigned short *const s = w.scale + n * groups + first;
+        if (w.wtype == KESTREL_Q4LOCAL) {
+            const unsigned char *const c = (const unsigned char *)w.codes + (n * groups + first) * 16;
 #pragma unroll
-        for (int r = 0; r < R; r++) y[r] = __shfl_sync(FULL_WARP, sum, 8 * r);
+            for (int r = 0; r < R; r++) {
+#pragma unroll
+                for (int u = 0; u < U; u++) {
+                    if (u < count && r < rows) {
+                        raw[r * U + u] = load_streaming(c + ((long long)r * groups + 8 * u) * 16);
+                        scale[r * U + u] = load_streaming_u16(s + (long long)r * groups + 8 * u);
+                    }
+                }
+            }
+        } else {
+            const unsigned char *const c = (const unsigned char *)w.codes + (n * groups + first) * 32;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+#pragma unroll
+                for (int u = 0; u < U / 2; u++) {
+                    if (u < count && r < rows) {
+                        const unsigned char *const at = c + ((long long)r * groups + 8 * u) * 32;
+                        raw[r * U + 2 * u] = load_streaming(at);
+                        raw[r * U + 2 * u + 1] = load_streaming(at + 16);
+                        scale[r * U + u] = load_streaming_u16(s + (long long)r * groups + 8 * u);
+                    }
+                }
+            }
+        }
+    }
+
+    // acc: f32[R], +0 before the first piece. in: the a8 row; x: f32[K] for bf16. All lanes call it; `refill` asks for
+    // the next piece.
+    template <class Refill>
+    DEVICE_MEMBER void use(const Weight &w, int rows, int piece, const A8Row &in, const float *x, float *acc,
+                           const Refill &refill) {
+        const int lane = lane_id(), slot = lane / 8;
+        if (w.wtype == KESTREL_BF16) {  // acc[t] of lane l of a slot: lane l of row slot + 4 * t
+            const int first = 64 * BLOCKS * piece + lane % 8;
+#pragma unroll
+            for (int t = 0; t < TURNS; t++) {
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++) {
+                    float terms[8];
+                    transpose_bf16(raw[t * BLOCKS + b], terms);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        const int k = first + 64 * b + 8 * j;
+                        if (k < w.k) acc[t] = fma_f32(terms[j], x[k], acc[t]);
+                    }
+                }
+            }
+            refill();
+            return;
+        }
+        // acc[r] of lane l: lane l of row r, in slot 0 before and after.
+        int count;
+        const int at = share(w, piece, count);
+        float dot[R][U], ws[R][U];
+        const bool swap = lane & 4;  // half of the lanes read the halves of a group in turn: no two meet in a bank
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            if (u < count) {
+                const int g = at + 8 * u;
+                const uint4 *const q = (const uint4 *)(in.q + 32ll * g);
+                const uint4 one = q[swap ? 1 : 0], two = q[swap ? 0 : 1];
+                const uint4 lo = swap ? two : one, hi = swap ? one : two;
+                const float d = in.d[g];
+                if (w.wtype == KESTREL_Q4LOCAL) {
+                    const int gsum = in.gsum[g];
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (r < rows) {
+                            dot[r][u] = (float)dot_q4(raw[r * U + u], lo, hi, gsum);
+                            ws[r][u] = half_to_float(scale[r * U + u]) * d;
+                        }
+                    }
+                } else if (u < U / 2) {
+#pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        if (r < rows) {
+                            const int i = r * U + 2 * u;
+                            dot[r][u] = (float)dot_s8(raw[i + 1], hi, dot_s8(raw[i], lo, 0));
+                            ws[r][u] = half_to_float(scale[r * U + u]) * d;
+                        }
+                    }
+                }
+            }
+        }
+        if (EARLY) refill();
+#pragma unroll
+        for (int turn = 0; turn < 4; turn++) {
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                if (slot == turn && r < rows) {
+#pragma unroll
+                    for (int u = 0; u < U; u++)
+                        if (u < count) acc[r] = fma_f32(dot[r][u], ws[r][u], acc[r]);
+                }
+                acc[r] = __shfl_sync(FULL_WARP, acc[r], (lane + 24) & 31);  // from the slot before; slot 3 hands to slot 0
+            }
+        }
+        if (!EARLY) refill();
+    }
+
+    // y: f32[R] of the rows, valid in lanes 0..7; acc goes back to +0.
+    DEVICE_MEMBER void sums(const Weight &w, float *acc, float *y) {
+        float sum[R];
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            sum[r] = group_hsum8(acc[r]);
+            acc[r] = 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            y[r] = w.wtype == KESTREL_BF16 ? __shfl_sync(FULL_WARP, sum[r / 4], 8 * (r % 4)) : sum[r];
+    }
+
+    DEVICE_MEMBER void begin(const Weight &w, long long n, int rows) { load(w, n, rows, 0); }
+
+    DEVICE_MEMBER void finish(const Weight &w, long long n, int rows, const A8Row &in, const float *x, float *y) {
+        float acc[R];
+#pragma unroll
+        for (int r = 0; r < R; r++) acc[r] = 0.0f;
+        const int all = pieces(w);
+        for (int piece = 0; piece < all; piece++) {
+            use(w, rows, piece, in, x, acc, [&] {
+                if (piece + 1 < all) load(w, n, rows, piece + 1);
+            });
+        }
+        sums(w, acc, y);
+    }
+};
+
+// Which matrix and which of its rows a warp's unit of R rows is: units do not cross matrices.
+struct RowUnit {
+    Weight w;
+    int n, rows;  // first row within w, and how many (at most R; 0: past the end)
+    int out;      // first row in the concatenated output
+};
+
+DEVICE RowUnit row_unit(const MatmulArgs &a, int unit, int R) {
+    RowUnit at;
+    at.w = a.w[0];
+    at.out = 0;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        const int units = (at.w.n + R - 1) / R;
+        if (i < a.n_w && unit >= units) {
+            unit -= units;
+            at.out += at.w.n;
+            at.w = a.w[i];
+        }
+    }
+    at.n = unit * R;
+    at.rows = at.w.n - at.n < R ? at.w.n - at.n : R;
+    if (at.rows < 0) at.rows = 0;
+    at.out += at.n;
+    return at;
+}
+
+DEVICE int row_units(const MatmulArgs &a, int R) {
+    int units = 0;
+    for (int i = 0; i < a.n_w; i++) units += (a.w[i].n + R - 1) / R;
+    return units;
+}
+
+DEVICE bool reads_bf16(const MatmulArgs &a) {
+    bool any = false;
+    for (int i = 0; i < a.n_w; i++) any = any || a.w[i].wtype == KESTREL_BF16;
+    return any;
+}
+
+// The units of one warp: begin() asks for the first piece of its first unit, and may stand ahead of anything the rows
+// are multiplied with; finish() walks on, a grid's warps apart, with the next piece in flight, across units too.
+template <int U, int R> struct WarpUnits {
+    WarpRows<U, R> rows;
+    RowUnit at;
+    int unit, units, stride;
+
+    DEVICE_MEMBER void begin(const MatmulArgs &mm, int block, int blocks) {
+        units = row_units(mm, R);
+        unit = warp_id() * blocks + block;  // so that every block has its share of a last turn that is not full
+        stride = blocks * warp_count();
+        at = row_unit(mm, unit, R);
+        if (unit < units) rows.load(at.w, at.n, at.rows, 0);
+    }
+
+    // out.open(at) before the first piece of a unit, out.close(at, mine) after its last: lane r < at.rows holds row r.
+    template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const A8Row &in, const float *x, Out &out) {
+        float acc[R];
+#pragma unroll
+        for (int r = 0; r < R; r++) acc[r] = 0.0f;
+        int piece = 0;
+        while (unit < units) {
+            if (piece == 0) out.open(at);
+            const bool last = piece + 1 >= rows.pieces(at.w);
+            RowUnit next = at;
+            if (last) {
+                unit += stride;
+                if (unit < units) next = row_unit(mm, unit, R);
+            }
+            const int next_piece = last ? 0 : piece + 1;
+            rows.use(at.w, at.rows, piece, in, x, acc, [&] {
+                if (unit < units) rows.load(next.w, next.n, next.rows, next_piece);
+            });
+            if (last) {
+                float y[R], mine = 0.0f;
+                rows.sums(at.w, acc, y);
+#pragma unroll
+                for (int r = 0; r < R; r++)
+                    if (lane_id() == r) mine = y[r];
+                out.close(at, mine);
+            }
+            at = next;
+            piece = next_piece;
+        }
     }
 };

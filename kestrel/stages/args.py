@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrel.ops import (
     AddArgs,
+    ArgmaxArgs,
     AttentionArgs,
     KvAppendArgs,
     MatmulArgs,
@@ -18,6 +19,7 @@ from kestrel.ops import (
     RopeArgs,
     RouterTopkArgs,
     SwigluArgs,
+    Weight,
 )
 
 
@@ -33,7 +35,22 @@ PrefetchRanges = _struct(
 )
 NormA8Args = _struct("NormA8Args", ("norm", RmsNormArgs), ("a8", QuantizeA8Args))
 NormMatmulArgs = _struct("NormMatmulArgs", ("norm", RmsNormArgs), ("a8", QuantizeA8Args), ("mm", MatmulArgs))
-MatmulAddArgs = _struct("MatmulAddArgs", ("mm", MatmulArgs), ("add", AddArgs))
+MatmulAddArgs = _struct(
+    "MatmulAddArgs",
+    ("mm", MatmulArgs),
+    ("add", AddArgs),
+    ("staged", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
+)
+HeadArgs = _struct(
+    "HeadArgs",
+    ("norm", RmsNormArgs),
+    ("a8", QuantizeA8Args),
+    ("mm", MatmulArgs),
+    ("argmax", ArgmaxArgs),
+    ("has_a8", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
+)
 AttentionStageArgs = _struct(
     "AttentionStageArgs",
     ("q_norm", QkNormArgs),
@@ -53,9 +70,26 @@ NormRouterArgs = _struct(
     ("norm", RmsNormArgs),
     ("a8", QuantizeA8Args),
     ("mm", MatmulArgs),
-    ("topk", RouterTopkArgs),
-    ("counter", ctypes.c_uint64),
     ("next", PrefetchRanges),
+    ("rows", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
 )
-GateUpArgs = _struct("GateUpArgs", ("mm", MoeMatmulArgs), ("swiglu", SwigluArgs), ("a8", QuantizeA8Args))
-MoeDownArgs = _struct("MoeDownArgs", ("mm", MoeMatmulArgs), ("combine", MoeCombineArgs), ("add", AddArgs))
+GateUpArgs = _struct(
+    "GateUpArgs",
+    ("mm", MoeMatmulArgs),
+    ("swiglu", SwigluArgs),
+    ("a8", QuantizeA8Args),
+    ("topk", RouterTopkArgs),
+    ("down", Weight),
+    ("depth", ctypes.c_int32),
+    ("ask_down", ctypes.c_int32),
+)
+MoeDownArgs = _struct(
+    "MoeDownArgs",
+    ("mm", MoeMatmulArgs),
+    ("combine", MoeCombineArgs),
+    ("add", AddArgs),
+    ("topk", RouterTopkArgs),
+    ("rows", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
+)

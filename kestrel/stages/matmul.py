@@ -1,27 +1,54 @@
-"""Stages around one matrix product: ``kernels/stages.cu``."""
+"""Stages around one matrix product: ``kernels/stages.cu`` and, at the end of a step, ``kernels/head.cu``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kestrel.launch import STATIC_SHARED, Launch, Tuning, norm_shared_bytes
-from kestrel.ops import Op
-from kestrel.stages.args import MatmulAddArgs, NormA8Args, NormMatmulArgs
+from kestrel.launch import (
+    HEAD_FORMS,
+    MATMUL_ADD_FORMS,
+    NORM_MATMUL_FORMS,
+    STATIC_SHARED,
+    Launch,
+    Tuning,
+    norm_shared_bytes,
+)
+from kestrel.ops import Op, WType
+from kestrel.stages.args import HeadArgs, MatmulAddArgs, NormA8Args, NormMatmulArgs
 from kestrel.stages.stage import Stage, ceil, names, rows_of, written
 
-
-def shape_of(groups: int) -> tuple[str, int]:
-    """Suffix of the kernel for rows of ``groups`` groups, and the rows a warp takes."""
-    return ("u2r4", 4) if groups <= 64 else ("u4r2", 2)
+HEAD_BLOCKS = 1024  # as in kernels/head.cu
 
 
 def units(mm: Any, rows: int) -> int:
+    """What the warps of a launch take in turn: runs of ``rows`` rows of one matrix."""
     return sum(ceil(mm.w[i].n, rows) for i in range(mm.n_w))
 
 
+def _loads(mm: Any) -> int:
+    """Loads of a thread for a quantised row that all slots of a warp share."""
+    wide = 2 if any(mm.w[i].wtype == WType.q8local for i in range(mm.n_w)) else 1
+    return ceil(max(mm.w[i].k for i in range(mm.n_w)), 4 * 256) * wide
+
+
+def form_of(mm: Any, forms: Sequence[str], warps: int) -> tuple[str, int]:
+    """The form of ``forms`` for ``warps`` warps, and its rows of a warp.
+
+    The one that leaves the busiest warp the fewest rows, with half a row on top for each of its turns.
+    """
+    short = _loads(mm) <= 2
+    fitting = [(form, int(form[3:])) for form in forms if form.startswith("u2") == short]
+    return min(fitting, key=lambda f: ceil(units(mm, f[1]), warps) * (2 * f[1] + 1))
+
+
+def _most_blocks(mm: Any, t: Tuning) -> int:
+    nbytes = sum(mm.w[i].n * WType(mm.w[i].wtype).bytes_per_row(mm.w[i].k) for i in range(mm.n_w))
+    return t.sms * t.stage_blocks * (2 if nbytes > t.sms * t.stage_bytes else 1)
+
+
 def norm(ops: Sequence[Op], t: Tuning) -> Stage | None:
-    """rms_norm and a8, with the matmul behind them when its blocks are few enough to norm each for itself."""
+    """rms_norm and a8, with the matmul behind them unless it opens an FFN, which has a stage of its own."""
     if not names(ops, "rms_norm", "quantize_a8"):
         return None
     norm: Any = ops[0].args
@@ -32,26 +59,67 @@ def norm(ops: Sequence[Op], t: Tuning) -> Stage | None:
     shared = norm_shared_bytes(norm.d)
     if shared > t.shared_limit - STATIC_SHARED:
         return None
-    if norm.M == 1 and names(ops, "rms_norm", "quantize_a8", "matmul"):
+    joined = names(ops, "rms_norm", "quantize_a8", "matmul") and not names(ops[2:], "matmul", "swiglu")
+    if norm.M == 1 and joined:
         mm: Any = ops[2].args
-        suffix, rows = shape_of(norm.d // 32)
-        blocks = ceil(units(mm, rows), t.stage_warps)
-        if mm.xq == a8.q and mm.M == 1 and blocks <= t.stage_max_blocks:
+        if mm.xq == a8.q and mm.M == 1:
+            most = _most_blocks(mm, t)
+            form, rows = form_of(mm, NORM_MATMUL_FORMS, most * t.stage_warps)
             args = NormMatmulArgs(norm, a8, mm)
-            launch = Launch(f"k_norm_matmul_{suffix}", (blocks, 1, 1), (threads, 1, 1), shared, args)
+            grid = (min(units(mm, rows), most), 1, 1)
+            launch = Launch(f"k_norm_matmul_{form}", grid, (threads, 1, 1), shared, args)
             return Stage(ops[:3], [launch], written(ops[:3]))
     launch = Launch("k_norm_a8", (norm.M, 1, 1), (threads, 1, 1), shared, NormA8Args(norm, a8))
     return Stage(ops[:2], [launch], written(ops[:2]))
 
 
 def matmul_add(ops: Sequence[Op], t: Tuning) -> Stage | None:
+    """matmul and the residual behind it."""
     if not names(ops, "matmul", "add"):
         return None
     mm, add = ops[0].args, ops[1].args
     if mm.M != 1 or add.y != mm.y or add.n != rows_of(mm) or any(mm.w[i].k % 32 for i in range(mm.n_w)):
         return None
-    suffix, rows = shape_of(mm.w[0].k // 32)
-    blocks = ceil(units(mm, rows), t.row_warps)
-    args = MatmulAddArgs(mm, add)
-    launch = Launch(f"k_matmul_add_{suffix}", (blocks, 1, 1), (32 * t.row_warps, 1, 1), 0, args)
+    most = _most_blocks(mm, t)
+    form, rows = form_of(mm, MATMUL_ADD_FORMS, most * t.stage_warps)
+    k = mm.w[0].k
+    shared = (k + 8 * ceil(k // 32, 4) * 4 if mm.xq else 0) + (4 * k if _reads_bf16(mm) else 0)
+    staged = shared <= t.shared_limit - STATIC_SHARED
+    args = MatmulAddArgs(mm, add, int(staged))
+    block = (32 * t.stage_warps, 1, 1)
+    grid = (min(units(mm, rows), most), 1, 1)
+    launch = Launch(f"k_matmul_add_{form}", grid, block, shared if staged else 0, args)
     return Stage(ops[:2], [launch], written(ops[:2]))
+
+
+def _reads_bf16(mm: Any) -> bool:
+    return any(mm.w[i].wtype == WType.bf16 for i in range(mm.n_w))
+
+
+def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
+    """The end of a step of one row: final norm, a8 where the head is quantised, head matrix, argmax."""
+    has_a8 = names(ops, "rms_norm", "quantize_a8", "matmul", "argmax")
+    if not has_a8 and not names(ops, "rms_norm", "matmul", "argmax"):
+        return None
+    count = 4 if has_a8 else 3
+    norm: Any = ops[0].args
+    mm: Any = ops[count - 2].args
+    argmax: Any = ops[count - 1].args
+    fits = norm.M == 1 and mm.M == 1 and argmax.M == 1 and mm.n_w == 1 and mm.w[0].k == norm.d
+    fits = fits and norm.d % 32 == 0 and argmax.logits == mm.y and mm.w[0].n == argmax.V
+    args = HeadArgs(norm=norm, mm=mm, argmax=argmax, has_a8=int(has_a8))
+    if has_a8:
+        a8: Any = ops[1].args
+        args.a8 = a8
+        fits = fits and a8.x == norm.out and norm.d == a8.K and mm.xq == a8.q
+    if _reads_bf16(mm):
+        fits = fits and mm.x == norm.out
+    elif not has_a8:
+        return None
+    shared = norm_shared_bytes(norm.d)
+    if not fits or shared > t.shared_limit - STATIC_SHARED:
+        return None
+    form, rows = form_of(mm, HEAD_FORMS, 1)
+    grid = (min(units(mm, rows), t.sms * t.head_blocks, HEAD_BLOCKS), 1, 1)
+    launch = Launch(f"k_head_{form}", grid, (32 * t.stage_warps, 1, 1), shared, args)
+    return Stage(ops[:count], [launch], written(ops[:count]))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from kestrel.launch import (
-    ATTENTION_COUNTERS,
     Launch,
     Mode,
     Plan,
@@ -20,26 +19,24 @@ from kestrel.launch import (
 from kestrel.ops import Op, WType
 from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs, NormRouterArgs
 from kestrel.stages.attention import attention
-from kestrel.stages.matmul import matmul_add, norm
-from kestrel.stages.moe import gate_up, moe_down, router
+from kestrel.stages.matmul import head, matmul_add, norm
+from kestrel.stages.moe import gate_up, moe_ffn
 from kestrel.stages.stage import Stage, outputs, overlap, source, written
 from kestrel.tap_schedule import TimedTap, group_taps
 
 
 def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list[Stage]:
     """Cut ``ops`` into stages; ``taps[i]`` are the hashes between op i and the next."""
-    work = next((int(op.args.work) for op in ops if op.name == "attention"), 0)
-    counter = work + 4 * (ATTENTION_COUNTERS - 1) if work else 0
     found: list[Stage] = []
     i = 0
     while i < len(ops):
         rest = ops[i:]
         stage = (
             attention(rest, t)
-            or router(rest, t, counter)
+            or moe_ffn(rest, t)
+            or head(rest, t)
             or norm(rest, t)
             or gate_up(rest, t)
-            or moe_down(rest, t)
             or matmul_add(rest, t)
         )
         if stage is None or not _taps_fit(stage, taps[i : i + len(stage.ops)]):
