@@ -12,11 +12,13 @@ DEVICE int unit_heads(int per_kv, int nkv, int chunks, int blocks) {
     return heads;
 }
 
-template <int HS, int W> DEVICE_CALL void attention_units(const AttentionStageArgs &st, int pos, int block, int blocks) {
-    DYNAMIC_SHARED(shared);
+template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
-    const UnitShared sh = unit_shared(shared, a.hd);
-    const int per_kv = a.nh / a.nkv, parts = (per_kv + HS - 1) / HS, groups = a.nkv * parts;
+    const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
+    touch_exp_table();
+    const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
+    const int per_kv = a.nh / a.nkv, HS = unit_heads(per_kv, a.nkv, pos / CHUNK + 1, blocks);
+    const int parts = (per_kv + HS - 1) / HS, groups = a.nkv * parts;
     Unit u;
     u.pos = pos;
     u.chunks = pos / CHUNK + 1;
@@ -24,6 +26,7 @@ template <int HS, int W> DEVICE_CALL void attention_units(const AttentionStageAr
     u.slots = blocks / groups < 1 ? 1 : blocks / groups < u.chunks ? blocks / groups : u.chunks;
     const RowWeights<W / 2> rw = unit_row_weights<W / 2>(st, HS);
     bool waited = false;
+#pragma unroll 1
     for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
         const int group = item % groups;
         u.kv = group / parts;
@@ -31,13 +34,14 @@ template <int HS, int W> DEVICE_CALL void attention_units(const AttentionStageAr
         u.h0 = u.kv * per_kv + group % parts * HS;
         u.heads = per_kv - group % parts * HS < HS ? per_kv - group % parts * HS : HS;
         u.first_of_kv = group % parts == 0;
+#pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
             const int begin = chunk * CHUNK;
             const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
             const int t_new = pos - begin;  // past the chunk unless it is the last
             const int cached = t_new < CHUNK ? t_new : CHUNK;
             const long long slot0 = u.base + begin;
-            unit_fetch(a, sh, slot0, u.kv, cached);
+            unit_fetch(a, sh, 16 * W, slot0, u.kv, cached);
             float vs = 0.0f;
             if ((int)threadIdx.x < cached) {
                 const long long row = (slot0 + threadIdx.x) * a.nkv + u.kv;
@@ -63,41 +67,28 @@ template <int HS, int W> DEVICE_CALL void attention_units(const AttentionStageAr
                 if ((int)threadIdx.x == t_new) sh.ks[t_new] = sh.new_scale[0];
                 for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS) {
                     sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
-                    sh.v8[t_new * a.hd + e] = sh.new_row[a.hd + e];
+                    sh.v8[t_new * 16 * W + e] = sh.new_row[a.hd + e];
                 }
                 __syncthreads();
             }
-            unit_scores<HS, W>(sh, a.hd, count);
+            unit_scores<W>(sh, HS, a.hd, count);
             __syncthreads();
-            unit_softmax<HS>(sh, count, vs);
+            unit_softmax(sh, HS, count, vs);
             __syncthreads();
-            unit_states<HS>(a, sh, u, chunk, count);
+            unit_states<16 * W>(a, sh, u, HS, chunk, count);
             __syncthreads();
         }
     }
 }
 
-template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, int block, int blocks) {
-    const AttentionArgs &a = st.attn;
-    touch_exp_table();
-    const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
-    const int heads = unit_heads(a.nh / a.nkv, a.nkv, pos / CHUNK + 1, blocks);
-    if (heads == 1)
-        attention_units<1, W>(st, pos, block, blocks);
-    else if (heads == 2)
-        attention_units<2, W>(st, pos, block, blocks);
-    else if (heads == 4)
-        attention_units<4, W>(st, pos, block, blocks);
-    else
-        attention_units<8, W>(st, pos, block, blocks);
-}
-
 // 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const GRID_CONSTANT AttentionStageArgs a) {
-    attention_stage<8>(a, blockIdx.x, gridDim.x);
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_stage<8>(a, shared, blockIdx.x, gridDim.x);
 }
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const GRID_CONSTANT AttentionStageArgs a) {
-    attention_stage<16>(a, blockIdx.x, gridDim.x);
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
 }
 
 #define MERGE_CHUNKS 16  // chunks whose values a thread has in flight

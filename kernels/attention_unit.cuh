@@ -23,14 +23,14 @@ struct UnitShared {
     unsigned *moved;       // u32[UNIT_WARPS]: bit of each position where the maximum of any head moved
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
-    signed char *v8;       // i8[CHUNK, hd]
+    signed char *v8;       // i8[CHUNK, pitch], pitch the largest hd of the kernel
     signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
     // Where K was, once the scores are made:
     float *w;              // f32[CHUNK, HS]: p * vs
     float *c;              // f32[CHUNK, HS]: rescale factor, 1 where the maximum did not move
 };
 
-DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
+DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     UnitShared sh;
     sh.s = (float *)base;
     sh.squares = sh.s + CHUNK * UNIT_HEADS;
@@ -43,7 +43,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     sh.q8 = (signed char *)(sh.moved + UNIT_WARPS);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
-    sh.k8 = sh.v8 + CHUNK * hd;
+    sh.k8 = sh.v8 + CHUNK * pitch;
     sh.w = (float *)sh.k8;
     sh.c = sh.w + CHUNK * UNIT_HEADS;
     return sh;
@@ -62,20 +62,20 @@ struct Unit {
 // lanes of mma_s8 that read two neighbouring rows touch every bank once.
 DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 == 0 ? at ^ (t % 2 * 4) : at); }
 
-DEVICE signed char *unit_element(const UnitShared &sh, bool is_v, int hd, int t, int e) {
-    return is_v ? sh.v8 + t * hd + e : sh.k8 + unit_place(hd, t, e / 16) + e % 16;
+DEVICE signed char *unit_byte(const UnitShared &sh, bool is_v, int hd, int pitch, int t, int e) {
+    return is_v ? sh.v8 + t * pitch + e : sh.k8 + unit_place(hd, t, e / 16) + e % 16;
 }
 
 // K and V rows of the first `cached` positions of the chunk that begins at cache slot `slot0`, on their way to shared
 // memory; allowed before the stage's wait, because earlier steps wrote them.
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, long long slot0, int kv, int cached) {
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, long long slot0, int kv, int cached) {
     const int units = a.hd / 16, rows = UNIT_THREADS / units;  // rows at a time; threads past them do nothing
     const int at = threadIdx.x % units, first = threadIdx.x / units;
     const long long start = (slot0 * a.nkv + kv) * a.hd + 16 * at;  // of position 0
 #pragma unroll 1
     for (int t = first < rows ? first : cached; t < cached; t += rows) {
         copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + (long long)t * a.nkv * a.hd);
-        copy_async_16(sh.v8 + t * a.hd + 16 * at, a.vq + start + (long long)t * a.nkv * a.hd);
+        copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + start + (long long)t * a.nkv * a.hd);
     }
 }
 
@@ -104,6 +104,7 @@ template <int PAIRS> DEVICE RowWeights<PAIRS> unit_row_weights(const AttentionSt
 // cos and sin of the row's angles; allowed before the stage's wait.
 DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
     const int half = rope.hd / 2;
+#pragma unroll 1
     for (int i = threadIdx.x; i < 2 * half; i += UNIT_THREADS) {
         const float turn = (float)pos * load_weight(rope.inv_freq + i % half);
         angle[i] = (i < half ? cos_form(turn) : sin_form(turn)) * rope.factor;
@@ -207,8 +208,8 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
             codes[e] = c0;
             codes[e + half] = c1;
             if (here) {
-                *unit_element(sh, is_v, hd, t_new, e) = c0;
-                *unit_element(sh, is_v, hd, t_new, e + half) = c1;
+                *unit_byte(sh, is_v, hd, 32 * PAIRS, t_new, e) = c0;
+                *unit_byte(sh, is_v, hd, 32 * PAIRS, t_new, e + half) = c1;
             }
             if (!is_q && store_new) {
                 cache[e] = c0;
@@ -247,7 +248,7 @@ template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, 
 }
 
 // s[t][j] of the chunk, 16 positions by up to eight heads at a time, in int8.
-template <int HS, int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
+template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, int count) {
     const int group = lane_id() / 4, part = lane_id() % 4;
     unsigned q8[W] = {};  // of head `group`
     if (group < HS) unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
@@ -294,16 +295,17 @@ template <int HS> DEVICE void load_heads(const float *p, float *v) {
 
 // Scores to exponentials p, weights w and factors c of this thread's position; vs is its V scale. Heads go by twos, which
 // saves registers. One barrier inside, none at the end.
-template <int HS> DEVICE void unit_softmax(const UnitShared &sh, int count, float vs) {
+DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
     const int t = threadIdx.x, lane = lane_id();
-    constexpr int TURN = HS < 2 ? HS : 2;
+    constexpr int TURN = 2;
 #pragma unroll 1
     for (int j0 = 0; j0 < HS; j0 += TURN) {
         float run[TURN];
-        load_heads<TURN>(sh.s + t * HS + j0, run);
 #pragma unroll
-        for (int j = 0; j < TURN; j++)  // the rule s > m is false for NaN
-            run[j] = t < count && run[j] > MINUS_INFINITY ? run[j] : MINUS_INFINITY;
+        for (int j = 0; j < TURN; j++) {
+            run[j] = t < count && j0 + j < HS ? sh.s[t * HS + j0 + j] : MINUS_INFINITY;
+            run[j] = run[j] > MINUS_INFINITY ? run[j] : MINUS_INFINITY;  // the rule s > m is false for NaN
+        }
 #if KESTREL_FAST
         for (int step = 16; step > 0; step >>= 1) {
 #pragma unroll
@@ -322,12 +324,12 @@ template <int HS> DEVICE void unit_softmax(const UnitShared &sh, int count, floa
 #pragma unroll
         for (int j = 0; j < TURN; j++) {  // of the positions before t, in this warp; for this thread, behind the barrier
             const float before = __shfl_up_sync(FULL_WARP, run[j], 1);
-            sh.c[t * HS + j0 + j] = lane == 0 ? MINUS_INFINITY : before;
+            if (j0 + j < HS) sh.c[t * HS + j0 + j] = lane == 0 ? MINUS_INFINITY : before;
         }
 #endif
 #pragma unroll
         for (int j = 0; j < TURN; j++)
-            if (lane == 31) sh.totals[warp_id() * HS + j0 + j] = run[j];
+            if (lane == 31 && j0 + j < HS) sh.totals[warp_id() * HS + j0 + j] = run[j];
     }
     __syncthreads();
     bool any = false;
@@ -335,13 +337,16 @@ template <int HS> DEVICE void unit_softmax(const UnitShared &sh, int count, floa
     for (int j0 = 0; j0 < HS; j0 += TURN) {
 #pragma unroll
         for (int j = 0; j < TURN; j++) {
+            if (j0 + j >= HS) continue;
             const int at = t * HS + j0 + j;
             const float s = t < count ? sh.s[at] : MINUS_INFINITY;
 #if KESTREL_FAST
             float m = sh.totals[j0 + j];
+#pragma unroll 1
             for (int v = 1; v < UNIT_WARPS; v++) m = fmaxf(m, sh.totals[v * HS + j0 + j]);
 #else
             float before = sh.c[at];
+#pragma unroll 1
             for (int v = 0; v < warp_id(); v++) {
                 const float other = sh.totals[v * HS + j0 + j];
                 before = before > other ? before : other;
@@ -362,16 +367,16 @@ template <int HS> DEVICE void unit_softmax(const UnitShared &sh, int count, floa
     if (lane == 0) sh.moved[warp_id()] = bits;
 }
 
-// What a few neighbouring positions add to an element: V and the weights of every head.
-template <int HS> struct ValueGroup {
-    static constexpr int SIZE = HS <= 2 ? 8 : 4;
+// What a few neighbouring positions add to an element: V, in rows of PITCH, and the weights of every head.
+template <int HS, int PITCH> struct ValueGroup {
+    static constexpr int SIZE = HS == 1 ? 8 : HS == 2 ? 4 : 2;  // more would cost registers that spill
     float x[SIZE];
     float w[SIZE][HS];
 
-    // v: the element at the first of the positions, i8, rows of `pitch`; weights: f32[SIZE, HS]
-    DEVICE_MEMBER void load(const signed char *v, int pitch, const float *weights) {
+    // v: the element at the first of the positions, i8; weights: f32[SIZE, HS]
+    DEVICE_MEMBER void load(const signed char *v, const float *weights) {
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) x[i] = (float)v[i * pitch];
+        for (int i = 0; i < SIZE; i++) x[i] = (float)v[i * PITCH];
         if (HS == 1) {
 #pragma unroll
             for (int i = 0; i < SIZE; i += 4) load_heads<4>(weights + i, &w[0][0] + i);
@@ -383,20 +388,21 @@ template <int HS> struct ValueGroup {
 };
 
 // acc[j] of one element over positions begin .. end - 1, in order: fma(w, v, acc), acc * c before it where the maximum
-// of a head moved (c is 1 for the other heads, which changes nothing). begin is a multiple of 8. v: i8[CHUNK, pitch] at
+// of a head moved (c is 1 for the other heads, which changes nothing). begin is a multiple of 8. v: i8[CHUNK, PITCH] at
 // the element. The next group is read behind the chain of this one.
-template <int HS> DEVICE void unit_values(const UnitShared &sh, const signed char *v, int pitch, int begin, int end, float *acc) {
-    constexpr int SIZE = ValueGroup<HS>::SIZE;
+template <int HS, int PITCH>
+DEVICE void unit_values(const UnitShared &sh, const signed char *v, int begin, int end, float *acc) {
+    constexpr int SIZE = ValueGroup<HS, PITCH>::SIZE;
 #pragma unroll
     for (int j = 0; j < HS; j++) acc[j] = 0.0f;
     const int whole = begin + (end - begin) / SIZE * SIZE;
-    ValueGroup<HS> now, next;
-    if (begin < whole) now.load(v + begin * pitch, pitch, sh.w + begin * HS);
+    ValueGroup<HS, PITCH> now, next;
+    if (begin < whole) now.load(v + begin * PITCH, sh.w + begin * HS);
     next = now;
 #pragma unroll 1
     for (int t0 = begin; t0 < whole; t0 += SIZE) {
         const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & ((1u << SIZE) - 1u);
-        if (t0 + SIZE < whole) next.load(v + (t0 + SIZE) * pitch, pitch, sh.w + (t0 + SIZE) * HS);
+        if (t0 + SIZE < whole) next.load(v + (t0 + SIZE) * PITCH, sh.w + (t0 + SIZE) * HS);
         if (bits == 0u) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
@@ -420,13 +426,13 @@ template <int HS> DEVICE void unit_values(const UnitShared &sh, const signed cha
 #pragma unroll
         for (int j = 0; j < HS; j++) {
             const float left = moved ? acc[j] * sh.c[t * HS + j] : acc[j];
-            acc[j] = fma_f32(sh.w[t * HS + j], (float)v[t * pitch], left);
+            acc[j] = fma_f32(sh.w[t * HS + j], (float)v[t * PITCH], left);
         }
     }
 }
 
 // The sum of exponentials of one head, in order. p, c: f32[CHUNK, HS] at the head.
-template <int HS> DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int count) {
+DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int HS, int count) {
     float l = 0.0f, now[8], next[8];
     const int whole = count / 8 * 8;
     if (whole > 0) {
@@ -461,50 +467,69 @@ template <int HS> DEVICE float unit_sum(const UnitShared &sh, const float *p, co
     return l;
 }
 
-// The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
-template <int HS> DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int chunk, int count) {
-#if KESTREL_FAST
-    // Two halves of the positions side by side where the block has threads for them.
-    const int parts = 2 * a.hd <= UNIT_THREADS ? 2 : 1, part = parts == 1 ? 0 : threadIdx.x / a.hd;
-    const int cut = parts == 1 ? count : count / 16 * 8;
+template <int HS, int PITCH>
+DEVICE void unit_element_of(const UnitShared &sh, int element, int begin, int end, float *to, int pitch, int heads) {
     float acc[HS];
-    const int element = threadIdx.x % a.hd;
-    if (part < parts) unit_values<HS>(sh, sh.v8 + element, a.hd, part == 0 ? 0 : cut, part == 0 ? cut : count, acc);
-    if (part == 1 && parts == 2) {
+    unit_values<HS, PITCH>(sh, sh.v8 + element, begin, end, acc);
 #pragma unroll
-        for (int j = 0; j < HS; j++) sh.squares[j * a.hd + element] = acc[j];
+    for (int j = 0; j < HS; j++) {
+        if (j < heads) *to = acc[j];
+        to += pitch;
     }
-    __syncthreads();
-    if (part == 0) {
-#pragma unroll
-        for (int j = 0; j < HS; j++)
-            if (j < u.heads)
-                partial_state(a, chunk, 0, u.h0 + j)[element] = parts == 2 ? acc[j] + sh.squares[j * a.hd + element] : acc[j];
+}
+
+// One element of every head over positions begin .. end - 1, to to[j * pitch].
+template <int PITCH>
+DEVICE void unit_element(const UnitShared &sh, int HS, int element, int begin, int end, float *to, int pitch, int heads) {
+    if (HS == 1)
+        unit_element_of<1, PITCH>(sh, element, begin, end, to, pitch, heads);
+    else if (HS == 2)
+        unit_element_of<2, PITCH>(sh, element, begin, end, to, pitch, heads);
+    else if (HS == 4)
+        unit_element_of<4, PITCH>(sh, element, begin, end, to, pitch, heads);
+    else
+        unit_element_of<8, PITCH>(sh, element, begin, end, to, pitch, heads);
+}
+
+// The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
+template <int PITCH>
+DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int chunk, int count) {
+    float *const states = partial_state(a, chunk, 0, u.h0);  // f32[heads, hd + 4]
+    const int hd = a.hd, pitch = hd + 4;
+#if KESTREL_FAST
+    if (2 * hd <= UNIT_THREADS) {  // two halves of the positions side by side, in the place of c
+        const int part = threadIdx.x / hd, element = threadIdx.x - part * hd, cut = count / 16 * 8;
+        if (part < 2)
+            unit_element<PITCH>(sh, HS, element, part * cut, part == 0 ? cut : count, sh.c + part * HS * hd + element, hd, HS);
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < u.heads * hd; i += UNIT_THREADS)
+            states[i / hd * pitch + i % hd] = sh.c[i] + sh.c[HS * hd + i];
+    } else {
+    #pragma unroll 1
+    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) unit_element<PITCH>(sh, HS, e, 0, count, states + e, pitch, u.heads);
     }
+#pragma unroll 1
     for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
         float l = 0.0f;
+#pragma unroll 1
         for (int t = lane_id(); t < count; t += 32) l += sh.s[t * HS + j];
         l = warp_sum_f32(l);
-        if (lane_id() == 0) partial_state(a, chunk, 0, u.h0 + j)[a.hd + 1] = l;
+        if (lane_id() == 0) states[j * pitch + hd + 1] = l;
     }
 #else
-    for (int item = threadIdx.x; item < a.hd; item += UNIT_THREADS) {
-        float acc[HS];
-        unit_values<HS>(sh, sh.v8 + item, a.hd, 0, count, acc);
-#pragma unroll
-        for (int j = 0; j < HS; j++)
-            if (j < u.heads) partial_state(a, chunk, 0, u.h0 + j)[item] = acc[j];
-    }
-    // Threads that have no element, or the last ones.
-    const int j = UNIT_THREADS - 1 - (int)threadIdx.x;
-    if (j < u.heads) partial_state(a, chunk, 0, u.h0 + j)[a.hd + 1] = unit_sum<HS>(sh, sh.s + j, sh.c + j, count);
+#pragma unroll 1
+    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) unit_element<PITCH>(sh, HS, e, 0, count, states + e, pitch, u.heads);
+    const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, sh.s + j, sh.c + j, HS, count);
 #endif
     if ((int)threadIdx.x < u.heads) {
         float m = MINUS_INFINITY;
+#pragma unroll 1
         for (int v = 0; v < UNIT_WARPS; v++) {
             const float other = sh.totals[v * HS + threadIdx.x];
             m = m > other ? m : other;
         }
-        partial_state(a, chunk, 0, u.h0 + threadIdx.x)[a.hd] = m;
+        states[threadIdx.x * pitch + hd] = m;
     }
 }

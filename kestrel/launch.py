@@ -71,7 +71,7 @@ class Tuning:
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
     gate_up_blocks: int = 1  # on a multiprocessor
-    gate_up_pairs: int = 8  # gate and up rows that a warp has in flight, at most 8
+    gate_up_depth: int = 2  # units that a block has in flight, at most 2
     ask_down: int = 0  # 1: gate and up ask L2 for the chosen experts' down rows
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
@@ -178,7 +178,8 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     floats = CHUNK * heads + (heads + 2) * (head_dim + 4) + head_dim + CHUNK
     floats += heads + 4 + warps * heads + warps
     keys = max(CHUNK * head_dim, 4 * 2 * CHUNK * heads)  # w and c take their place
-    return 4 * floats + (heads + 2 + CHUNK) * head_dim + keys
+    values = CHUNK * (128 if head_dim <= 128 else 256)
+    return 4 * floats + (heads + 2) * head_dim + values + keys
 
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:

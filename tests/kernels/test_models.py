@@ -126,7 +126,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "router_rows": (1, 3),
     "gate_up_warps": (1, 5),
     "gate_up_blocks": (2, 3),
-    "gate_up_pairs": (1, 3),
+    "gate_up_depth": (1,),
     "ask_down": (1,),
     "down_warps": (1, 5),
     "down_rows": (4, 12),
