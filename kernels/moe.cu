@@ -5,10 +5,14 @@
 
 #if !KESTREL_FAST
 
-// A block per row, grid-stride. Dynamic shared: see block_router_topk.
+// A block per row, grid-stride. Dynamic shared: ChoiceShared.
 KERNEL void k_router_topk(const RouterTopkArgs a) {
     DYNAMIC_SHARED(shared);
-    for (int m = blockIdx.x; m < a.M; m += gridDim.x) block_router_topk(a, m, (float *)shared);
+    const ChoiceShared sh = choice_shared(shared, a.E, a.T);
+    for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
+        block_choose(a.logits + (long long)m * a.E, a.E, a.T, sh);
+        block_choice_weights(a, m, sh);
+    }
 }
 
 // Grid (weight rows, M * T), both strided: the concatenated rows of the expert that slot m * T + t chose.

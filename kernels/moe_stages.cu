@@ -1,175 +1,408 @@
-// Stages of the FFN of a decode step (M = 1), dense or of experts; stages.cu says what a stage is. Each kernel exists in
-// both forms: k_x and k_x_fast.
-#include "block_norm.cuh"
+// Stages of the FFN of a decode step (M = 1), dense or of experts; stages.cu says what a stage is. Three launches make
+// the FFN of experts, each from what the one or the two before it wrote: norm and router logits; the choice, gate, up and
+// SwiGLU; down, combination and residual. Each body takes its block and the number of blocks, and no result depends on
+// either. Each kernel exists in both forms: k_x and k_x_fast.
+#include "expert_rows.cuh"
 #include "router.cuh"
-#include "stage_args.h"
-#include "warp_rows.cuh"
 
-// Norm, a8, router logits (four experts to a block, by its first warp) and, in the last block to finish, the choice.
-// Dynamic shared: NormShared, then bf16[4, H + 8], or what block_router_topk needs.
-KERNEL void FORM(k_norm_router)(const NormRouterArgs a) {
-    DYNAMIC_SHARED(shared);
-    __shared__ unsigned arrived;
-    const NormShared sh = norm_shared(shared, a.norm.d);
-    unsigned short *const tile = (unsigned short *)(sh.q + a.norm.d);  // bf16[4, H], rows `pitch` apart
-    const Weight &w = a.mm.w[0];
-    const int pitch = w.k + 8;  // spreads the four rows over the banks
-    for (int first = 4 * blockIdx.x; first < w.n; first += 4 * gridDim.x) {
-        const int rows = w.n - first < 4 ? w.n - first : 4;
-        const unsigned short *const source = (const unsigned short *)w.codes + (long long)first * w.k;
-        for (int i = threadIdx.x; i < rows * (w.k / 8); i += blockDim.x)
-            copy_async_16(tile + i / (w.k / 8) * pitch + 8 * (i % (w.k / 8)), source + 8 * i);
-        if (first == 4 * (int)blockIdx.x) {  // once; block_rms_norm waits
-            prefetch_ranges(a.next);
-            start_next();
-            block_norm_a8(a.norm, 0, sh);
-            if (blockIdx.x == 0) store_norm_a8(a.norm, a.a8, sh, 0);
+// ---- norm, router logits ----
+
+// One bf16 row of the router into shared memory, by a warp. Exact form: lane l's weights l, l + 8, ... as neighbours, so
+// that its chain reads eight of them at a time; tile: bf16[8][8 * pitch].
+DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
+    const uint4 *const source = (const uint4 *)((const unsigned short *)w.codes + (long long)row * w.k);
+    const int steps = w.k / 8;  // of 16 bytes: a weight for each lane
+#if KESTREL_FAST
+    for (int i = lane_id(); i < steps; i += 32) tile[i] = load_streaming(source + i);
+    (void)pitch;
+#else
+    // A thread transposes eight steps times eight lanes.
+    for (int unit = lane_id(); 8 * unit < steps; unit += 32) {
+        uint4 in[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            in[j] = 8 * unit + j < steps ? load_streaming(source + 8 * unit + j) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int l = 0; l < 8; l += 2) {
+            unsigned word[8];  // lanes l and l + 1 of each step
+#pragma unroll
+            for (int j = 0; j < 8; j++) word[j] = l == 0 ? in[j].x : l == 2 ? in[j].y : l == 4 ? in[j].z : in[j].w;
+            tile[l * pitch + unit] =
+                make_uint4(__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410),
+                           __byte_perm(word[4], word[5], 0x5410), __byte_perm(word[6], word[7], 0x5410));
+            tile[(l + 1) * pitch + unit] =
+                make_uint4(__byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632),
+                           __byte_perm(word[4], word[5], 0x7632), __byte_perm(word[6], word[7], 0x7632));
         }
-        copy_wait_all();
-        __syncthreads();
-        if (warp_id() == 0) {
-            const int slot = lane_id() / 8, l = lane_id() % 8;
-            float acc = 0.0f;
-            if (slot < rows) {
-#pragma unroll 16
-                for (int k = l; k < w.k; k += 8) acc = fma_f32(bf16_to_f32(tile[slot * pitch + k]), sh.x[k], acc);
-            }
-            const float y = group_hsum8(acc);
-            if (slot < rows && l == 0) a.mm.y[first + slot] = y;
-        }
-        __syncthreads();
     }
-    if (!last_block_to_arrive(a.counter, gridDim.x, &arrived)) return;
-    block_router_topk(a.topk, 0, (float *)shared);
+#endif
 }
 
-// Grid (F / 32, T): a block makes one group of 32 elements of h for one chosen expert, and its a8. A warp takes R
-// gate rows and the matching up rows at a time. With ids null (a dense FFN) the matrices are taken as they are.
-template <int U, int R> DEVICE void gate_up(const GateUpArgs &a, float *h) {
-    wait_for_previous();  // the first load needs the expert
-    start_next();
-    const int F = a.swiglu.F, t = blockIdx.y, lane = lane_id();
-    const long long expert = a.mm.ids != nullptr ? a.mm.ids[t] : 0;
-    const int groups = a.mm.w[0].k / 32;
-    const long long in_row = a.mm.per_slot ? t : 0;
-    const A8Row in = {a.mm.xq + in_row * a.mm.w[0].k, a.mm.xd + in_row * groups, a.mm.gsum + in_row * groups};
-    const float *const x = a.mm.x + in_row * a.mm.w[0].k;
-    for (int g = blockIdx.x; g < F / 32; g += gridDim.x) {
-        // The rows of this warp's later turns come to L2 while the first turn's travel to registers.
-        for (int first = R * (warp_id() + warp_count()); first < 32; first += R * warp_count()) {
-            const long long n = expert * F + 32 * g + first;
-            prefetch_rows(a.mm.w[0], n, R);
-            prefetch_rows(a.mm.w[1], n, R);
+DEVICE float two_steps(unsigned weights, const float *x, float acc) {
+    acc = fma_f32(f32_from_bits(weights << 16), x[0], acc);
+    return fma_f32(f32_from_bits(weights & 0xffff0000u), x[8], acc);
+}
+
+// Logits of up to four rows, first row `first`, from the tile.
+DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4 *tile, int pitch, const float *x) {
+    const int k = mm.w[0].k;
+#if KESTREL_FAST
+    for (int r = warp_id(); r < rows; r += warp_count()) {
+        const uint4 *const w = tile + r * 8 * pitch;
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int i = lane_id(); i < k / 8; i += 32) {
+            const uint4 c = w[i];
+            const float4 lo = *(const float4 *)(x + 8 * i), hi = *(const float4 *)(x + 8 * i + 4);
+            sum += f32_from_bits(c.x << 16) * lo.x + f32_from_bits(c.x & 0xffff0000u) * lo.y;
+            sum += f32_from_bits(c.y << 16) * lo.z + f32_from_bits(c.y & 0xffff0000u) * lo.w;
+            sum += f32_from_bits(c.z << 16) * hi.x + f32_from_bits(c.z & 0xffff0000u) * hi.y;
+            sum += f32_from_bits(c.w << 16) * hi.z + f32_from_bits(c.w & 0xffff0000u) * hi.w;
         }
-        for (int first = R * warp_id(); first < 32; first += R * warp_count()) {
-            const long long n = expert * F + 32 * g + first;
-            WarpRows<U, R> gate, up;
-            gate.begin(a.mm.w[0], n, R);
-            up.begin(a.mm.w[1], n, R);
-            float gate_y[R], up_y[R];
-            gate.finish(a.mm.w[0], n, R, in, x, gate_y);
-            up.finish(a.mm.w[1], n, R, in, x, up_y);
-            float mine_gate = 0.0f, mine_up = 0.0f;  // lane r takes row r
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-                if (lane == r) {
-                    mine_gate = gate_y[r];
-                    mine_up = up_y[r];
-                }
+        sum = warp_sum_f32(sum);
+        if (lane_id() == 0) mm.y[first + r] = sum;
+    }
+#else
+    if (warp_id() != 0) return;
+    const int slot = lane_id() / 8, l = lane_id() % 8;
+    const uint4 *const w = tile + ((slot < rows ? slot : 0) * 8 + l) * pitch;
+    float acc = 0.0f;
+    x += l;
+#pragma unroll 4
+    for (int unit = 0; unit < k / 64; unit++) {
+        const uint4 c = w[unit];
+        acc = two_steps(c.x, x, acc);
+        acc = two_steps(c.y, x + 16, acc);
+        acc = two_steps(c.z, x + 32, acc);
+        acc = two_steps(c.w, x + 48, acc);
+        x += 64;
+    }
+    if (k % 64 != 0) {  // k is a multiple of 32
+        const uint4 c = w[k / 64];
+        acc = two_steps(c.x, x, acc);
+        acc = two_steps(c.y, x + 16, acc);
+    }
+    const float y = group_hsum8(acc);
+    if (slot < rows && l == 0) mm.y[first + slot] = y;
+#endif
+}
+
+// A part of the norm and of its a8 to global memory, by a warp, from the row in shared memory.
+DEVICE void warp_store_part(const RmsNormArgs &norm, const QuantizeA8Args &a8, const float *x, NormPart part) {
+    const int end = part.end / 4 < norm.d / 32 ? part.end / 4 : norm.d / 32, eighth = lane_id() % 8;
+    for (int first = part.first / 4; first < end; first += 4) {
+        const int g = first + lane_id() / 8;
+        float4 x4 = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (g < end) x4 = ((const float4 *)x)[8 * g + eighth];
+        const float v[4] = {x4.x, x4.y, x4.z, x4.w};
+        float d;
+        int sum;
+        const unsigned packed = a8_group(v, &d, &sum);
+        if (g < end) {
+            ((float4 *)norm.out)[8 * g + eighth] = x4;
+            ((unsigned *)a8.q)[8 * g + eighth] = packed;
+            if (eighth == 0) {
+                a8.d[g] = d;
+                a8.gsum[g] = sum;
             }
-            if (lane < R) h[first + lane] = (mine_gate / (1.0f + exp_form(-mine_gate))) * mine_up;
         }
+    }
+}
+
+// Every block norms the row for itself and makes the logits of `a.rows` experts, its weights staged ahead of the wait.
+DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned char *shared) {
+    const Weight &w = a.mm.w[0];
+    const int pitch = (w.k / 8 + 7) / 8 | 1;  // of a lane, in 16 bytes: odd, so that no two lanes meet in a bank
+    uint4 *const tile = (uint4 *)shared;      // [rows][8][pitch]
+    const NormShared sh = norm_shared(shared + 16 * a.rows * 8 * pitch, a.norm.d);
+    if (32 * (int)threadIdx.x < a.norm.d) prefetch_l2(a.norm.w + 32 * threadIdx.x);
+    int first = a.rows * block;
+    for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
+        stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
+    prefetch_ranges(a.next);
+    block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);  // waits, lets the next kernel begin
+    if (warp_id() == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, norm_part(a.norm.d, block, blocks));
+    while (first < w.n) {
+        router_logits(a.mm, first, w.n - first < a.rows ? w.n - first : a.rows, tile, pitch, sh.x);
+        first += a.rows * blocks;
+        if (first >= w.n) break;
         __syncthreads();
-        if (warp_id() == 0) {
-            const long long out = (long long)t * (F / 32) + g;  // group of h
-            warp_a8_one(h, a.a8, out);
-            a.swiglu.h[32 * out + lane] = h[lane];
-        }
+        for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
+            stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
         __syncthreads();
     }
+}
+
+// Dynamic shared: bf16[rows, 8, 8 * pitch], NormShared.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_router(a, blockIdx.x, gridDim.x, shared);
+}
+
+// ---- gate, up, SwiGLU, a8 ----
+
+// Asks L2 for this block's share of the chosen experts' rows of the down matrix.
+DEVICE void prefetch_down(const GateUpArgs &a, const int *ids, int block, int blocks) {
+    const Weight &w = a.down;
+    const long long groups = (long long)w.n * (w.k / 32);  // of one expert
+    const long long codes = groups * (w.wtype == KESTREL_Q4LOCAL ? 16 : 32);
+    const long long lines = (codes + 127) / 128, all = lines + (groups + 63) / 64;
+    for (int t = 0; t < a.mm.T; t++) {
+        const char *const from = (const char *)w.codes + ids[t] * codes;
+        const char *const scale = (const char *)(w.scale + ids[t] * groups);
+        for (long long i = (long long)block * blockDim.x + threadIdx.x; i < all; i += (long long)blocks * blockDim.x)
+            prefetch_l2(i < lines ? from + 128 * i : scale + 128 * (i - lines));
+    }
+}
+
+// A unit is one group of 32 elements of h of one chosen expert, and its a8: 32 gate and 32 up rows, which a block's warps
+// share. EXPERTS: every block chooses for itself from the logits, block 0 stores the choice; otherwise the matrices are
+// one FFN's, and their rows are asked for ahead of the wait. U groups of the input to a thread; 0: weights that are not
+// q4local.
+template <int U, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
+    const int lane = lane_id(), T = EXPERTS ? a.mm.T : 1, F = a.swiglu.F, groups = a.mm.w[0].k / 32;
+    const int per_expert = F / 32, units = T * per_expert;
+    const int first = 32 * warp_id() / warp_count(), pairs = 32 * (warp_id() + 1) / warp_count() - first;
+    const ChoiceShared choice = choice_shared(shared, EXPERTS ? a.topk.E : 0, EXPERTS ? T : 0);
+    float *const h = (float *)(shared + (EXPERTS ? choice_shared_bytes(a.topk.E, T) : 0));  // f32[2, 32]: units in turn
+    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    touch_exp_table();
+    if (EXPERTS) {
+        wait_for_previous();
+        block_choose(a.topk.logits, a.topk.E, T, choice);
+    }
+    // The first of this warp's gate rows, and up rows, in a unit.
+    auto row_of = [&](int unit) {
+        const long long expert = EXPERTS ? choice.ids[unit / per_expert] : 0;
+        return expert * F + 32 * (unit % per_expert) + first;
+    };
+    // What the ring asks for next: step `asked_step` of unit `asked`, into turn `put`.
+    PairRing<U == 0 ? 1 : U, KESTREL_FAST != 0> ring;
+    int asked = block, asked_step = 0, put = 0;
+    long long asked_row = 0;
+    auto ask = [&](int most) {
+#pragma unroll 1
+        for (int i = 0; i < most; i++) {
+            if (asked < units && pairs > 0) {
+                if (asked_step == 0) asked_row = row_of(asked);
+                ring.ask(a.mm.w, asked_row, put, asked_step);
+                if (++asked_step == ring.steps) {
+                    asked_step = 0;
+                    asked += blocks;
+                    put = put + 1 == a.depth ? 0 : put + 1;
+                }
+            }
+            copy_commit();
+        }
+    };
+    if (U > 0) {
+        const int most = (31 + warp_count()) / warp_count();  // pairs of a warp
+        ring.open((unsigned char *)(h + 64) + warp_id() * a.depth * 2 * ring.run_bytes(groups, most), groups, pairs);
+        ask(a.depth * ring.steps);
+    }
+    if (!EXPERTS) wait_for_previous();
+    start_next();
+    if (EXPERTS && a.ask_down) prefetch_down(a, choice.ids, block, blocks);
+    if (EXPERTS && block == 0) block_choice_weights(a.topk, 0, choice);
+    InputGroups<U == 0 ? 1 : U> held;
+    if (U > 0) held.load(in, ring.first_group(0), groups);
+    int turn = 0, take = 0;
+    for (int unit = block; unit < units; unit += blocks, turn ^= 1) {
+        float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
+        if (U > 0) {
+#pragma unroll 1
+            for (int s = 0; s < ring.steps; s++) {
+                copy_wait(a.depth * ring.steps - 1);
+                __syncwarp();
+#pragma unroll 1
+                for (int j = s * ring.step; j < (s + 1) * ring.step && j < pairs; j++) {
+                    float y[2];
+                    ring.pair(take, j, in, held, y);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float sum = __shfl_sync(FULL_WARP, y[i], 0);
+                        if (lane == j) mine[i] = sum;
+                    }
+                }
+                __syncwarp();  // this step's memory may be asked for again
+                ask(1);
+            }
+            take = take + 1 == a.depth ? 0 : take + 1;
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < pairs; j += 4) {
+                const int rows = pairs - j < 4 ? pairs - j : 4;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    WarpRows<2, 4> four;
+                    float y[4];
+                    four.begin(a.mm.w[i], row_of(unit) + j, rows);
+                    four.finish(a.mm.w[i], row_of(unit) + j, rows, in, a.mm.x, y);
+#pragma unroll
+                    for (int r = 0; r < 4; r++) {
+                        const float sum = __shfl_sync(FULL_WARP, y[r], 0);
+                        if (lane == j + r) mine[i] = sum;
+                    }
+                }
+            }
+        }
+        float *const out = h + 32 * turn;
+        if (lane < pairs) out[first + lane] = (mine[0] / (1.0f + exp_form(-mine[0]))) * mine[1];
+        __syncthreads();
+        if (warp_id() == 0) {
+            warp_a8_one(out, a.a8, unit);
+            a.swiglu.h[32 * unit + lane] = out[lane];
+        }
+    }
+    copy_wait_all();
+}
+
+// Dynamic shared: ChoiceShared (experts), f32[2, 32], the warps' rings.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_any)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<0, false>(a, blockIdx.x, gridDim.x, shared);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u2)(const GateUpArgs a) {
-    __shared__ __align__(16) float h[32];
-    gate_up<2, 2>(a, h);
+    DYNAMIC_SHARED(shared);
+    gate_up<2, false>(a, blockIdx.x, gridDim.x, shared);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u4)(const GateUpArgs a) {
-    __shared__ __align__(16) float h[32];
-    gate_up<4, 1>(a, h);
+    DYNAMIC_SHARED(shared);
+    gate_up<4, false>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<0, true>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_u2)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<2, true>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_u4)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<4, true>(a, blockIdx.x, gridDim.x, shared);
 }
 
-// A warp to an output row: slot s takes the experts of ranks s, s+4, ...; then they are combined in rank order and
-// added to x. Dynamic shared: f32[warps, T].
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_moe_down)(const MoeDownArgs a) {
-    DYNAMIC_SHARED(shared);
-    wait_for_previous();  // the first load needs the experts
-    start_next();
-    const int T = a.mm.T, lane = lane_id(), slot = lane / 8, l = lane % 8;
-    float *const ys = (float *)shared + warp_id() * T;
-    const Weight &w = a.mm.w[0];
-    const int groups = w.k / 32;
-    for (int n = blockIdx.x * warp_count() + warp_id(); n < w.n; n += gridDim.x * warp_count()) {
-        for (int t0 = 0; t0 < T; t0 += 8) {
-            float acc[2] = {0.0f, 0.0f};
-            InputRows<1> in[2];
-            long long row[2] = {0, 0};
+// ---- down, combination, residual ----
+
+#define DOWN_GROUPS 3  // of the input that a thread holds at a time
+#define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time
+
+// Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
+struct DownShared {
+    float *weights;        // f32[T rounded up to 4]
+    float *y;              // f32[T, rows]
+    unsigned char *codes;  // u8[T, rows, G, 16], q4local
+    unsigned char *scale;  // f16[T, rows, G]; each expert's start rounded up to 16 bytes
+    int scale_bytes;       // from one expert to the next
+};
+
+DEVICE DownShared down_shared(unsigned char *base, int T, int rows, int groups) {
+    DownShared sh;
+    sh.weights = (float *)base;
+    sh.y = sh.weights + (T + 3) / 4 * 4;
+    sh.codes = (unsigned char *)(sh.y + T * rows);  // rows is a multiple of 4
+    sh.scale = sh.codes + T * rows * groups * 16;
+    sh.scale_bytes = (2 * rows * groups + 15) / 16 * 16;
+    return sh;
+}
+
+// `count` rows of expert `t`'s matrix from the tile, first row `quad` * 4: a slot of eight lanes to a row, each lane its
+// own chain. Up to DOWN_QUADS quads; acc: f32[DOWN_QUADS].
+DEVICE void down_quads(const DownShared &sh, const A8Row &in, int t, int quad, int quads, int rows, int groups, float *acc) {
+    const int slot = lane_id() / 8, l = lane_id() % 8;
+    const unsigned char *const codes = sh.codes + (t * rows + 4 * quad + slot) * groups * 16;
+    const unsigned short *const scale = (const unsigned short *)(sh.scale + t * sh.scale_bytes) + (4 * quad + slot) * groups;
+    for (int first = l; first < groups; first += 8 * DOWN_GROUPS) {
+        InputGroups<DOWN_GROUPS> held;
+        held.load(in, first, groups);
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int t = t0 + 4 * i + slot;
-                const long long at = t < T ? t : 0;
-                row[i] = (long long)a.mm.ids[at] * w.n + n;
-                in[i] = {{a.mm.x + at * w.k}, {a.mm.xq + at * w.k},
-                         {a.mm.xd + at * groups}, {a.mm.gsum + at * groups}};
-            }
-            if (w.wtype == KESTREL_Q4LOCAL) {
-                // Both experts of the slot in flight together.
-                const unsigned char *const codes = (const unsigned char *)w.codes;
-                const int g_end0 = t0 + slot < T ? groups : 0, g_end1 = t0 + 4 + slot < T ? groups : 0;
-                for (int g0 = l; g0 < groups; g0 += 32) {
-                    uint4 c[2][4];
-                    unsigned short s[2][4];
+        for (int i = 0; i < DOWN_QUADS; i++) {
+            if (i < quads) {
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-#pragma unroll
-                        for (int u = 0; u < 4; u++) {
-                            const int g = g0 + 8 * u;
-                            if (g < (i ? g_end1 : g_end0)) {
-                                c[i][u] = load_streaming(codes + (row[i] * groups + g) * 16);
-                                s[i][u] = load_streaming_u16(w.scale + row[i] * groups + g);
-                            }
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-#pragma unroll
-                        for (int u = 0; u < 4; u++) {
-                            const int g = g0 + 8 * u;
-                            if (g < (i ? g_end1 : g_end0)) {
-                                const uint4 *const q = (const uint4 *)(in[i].xq[0] + 32ll * g);
-                                const int dot = dot_q4(c[i][u], q[0], q[1], in[i].gsum[0][g]);
-                                acc[i] = fma_f32((float)dot, half_to_float(s[i][u]) * in[i].xd[0][g], acc[i]);
-                            }
-                        }
+                for (int u = 0; u < DOWN_GROUPS; u++) {
+                    const int g = first + 8 * u;
+                    if (g < groups) {
+                        const float dot = held.dot(u, *(const uint4 *)(codes + (4 * i * groups + g) * 16));
+                        acc[i] = fma_f32(dot, half_to_float(scale[4 * i * groups + g]) * held.d[u], acc[i]);
                     }
                 }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (t0 + 4 * i + slot < T) weight_row<1, false>(w, row[i], in[i], l, acc + i);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int t = t0 + 4 * i + slot;
-                const float y = group_hsum8(acc[i]);
-                if (l == 0 && t < T) ys[t] = y;
             }
         }
-        __syncwarp();
-        if (lane == 0) {
-            float acc = 0.0f;
-            for (int t = 0; t < T; t++) acc = fma_f32(a.combine.weights[t], ys[t], acc);  // rank order
-            a.combine.out[n] = acc;
-            a.add.x[n] = a.add.x[n] + acc;
-        }
-        __syncwarp();
     }
+}
+
+// A block takes `a.rows` neighbouring rows of every chosen expert: what the experts are follows from the logits, which
+// the kernel two before wrote, so their rows are on the way before h is made. A warp takes whole experts, or as many
+// rows of one as leave work for every warp; then each row is combined in rank order and added to x.
+DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
+    const Weight &w = a.mm.w[0];
+    const int T = a.mm.T, rows = a.rows, groups = w.k / 32;
+    const ChoiceShared choice = choice_shared(shared, a.topk.E, T);
+    const DownShared sh = down_shared(shared + choice_shared_bytes(a.topk.E, T), T, rows, groups);
+    const bool staged = w.wtype == KESTREL_Q4LOCAL;
+    const int quads = rows / 4;
+    int each = T * quads / warp_count();  // quads that a warp takes of one expert at a time
+    each = each < 1 ? 1 : each > DOWN_QUADS ? DOWN_QUADS : each;
+    const int parts = (quads + each - 1) / each;
+    block_choose(a.topk.logits, a.topk.E, T, choice);
+    bool waited = false;
+    int n = block * rows;
+    do {
+        const int count = n >= w.n ? 0 : w.n - n < rows ? w.n - n : rows;
+        if (staged && count > 0) {
+            for (int t = warp_id(); t < T; t += warp_count()) {
+                const long long row = (long long)choice.ids[t] * w.n + n;
+                copy_rows(sh.codes + t * rows * groups * 16, (const unsigned char *)w.codes + row * groups * 16,
+                          count * groups, sh.scale + t * sh.scale_bytes, w.scale + row * groups, count * groups, lane_id(),
+                          32);
+            }
+        }
+        if (!waited) {
+            wait_for_previous();
+            start_next();
+            waited = true;
+            for (int t = threadIdx.x; t < T; t += blockDim.x) sh.weights[t] = load_l2(a.combine.weights + t);
+        }
+        const float x = (int)threadIdx.x < count ? load_l2(a.add.x + n + threadIdx.x) : 0.0f;
+        copy_wait_all();
+        __syncthreads();
+        for (int item = warp_id(); item < T * parts; item += warp_count()) {
+            const int t = item / parts, quad = item % parts * each, have = quads - quad < each ? quads - quad : each;
+            const A8Row in = {a.mm.xq + (long long)t * w.k, a.mm.xd + t * groups, a.mm.gsum + t * groups};
+            float acc[DOWN_QUADS] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (staged) {
+                down_quads(sh, in, t, quad, have, rows, groups, acc);
+            } else {
+                const InputRows<1> one = {{nullptr}, {in.q}, {in.d}, {in.gsum}};
+#pragma unroll
+                for (int i = 0; i < DOWN_QUADS; i++) {
+                    const int row = 4 * (quad + i) + lane_id() / 8;
+                    if (i < have && row < count)
+                        weight_row<1, false>(w, (long long)choice.ids[t] * w.n + n + row, one, lane_id() % 8, acc + i);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < DOWN_QUADS; i++) {
+                const float y = group_hsum8(acc[i]);
+                if (i < have && lane_id() % 8 == 0) sh.y[t * rows + 4 * (quad + i) + lane_id() / 8] = y;
+            }
+        }
+        __syncthreads();
+        if ((int)threadIdx.x < count) {  // rows are no more than threads
+            float acc = 0.0f;
+#pragma unroll 4
+            for (int t = 0; t < T; t++) acc = fma_f32(sh.weights[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
+            a.combine.out[n + threadIdx.x] = acc;
+            a.add.x[n + threadIdx.x] = x + acc;
+        }
+        n += blocks * rows;
+        if (n < w.n) __syncthreads();
+    } while (n < w.n);
+}
+
+// Dynamic shared: ChoiceShared, DownShared.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_down)(const MoeDownArgs a) {
+    DYNAMIC_SHARED(shared);
+    moe_down(a, blockIdx.x, gridDim.x, shared);
 }

@@ -37,6 +37,11 @@ DEVICE float half_to_float(unsigned short h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
 }
+// count - (a < b), by the borrow of a - b: two instructions.
+DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) {
+    asm("{\n\t.reg .u32 t;\n\tsub.cc.u32 t, %1, %2;\n\tsubc.u32 %0, %0, 0;\n\t}" : "+r"(count) : "r"(a), "r"(b));
+    return count;
+}
 // What another block of this launch wrote: past L1, which is not coherent.
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
@@ -108,6 +113,7 @@ DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
 DEVICE float load_weight(const float *p) { return *p; }
 DEVICE float4 load_weight(const float4 *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
+DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) { return count - (a < b ? 1u : 0u); }
 DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }

@@ -3,56 +3,115 @@
 
 #include "forms.cuh"
 
-// Whether expert i (logit a) ranks before expert j (logit b): larger logit, then lower index; NaN above everything.
-DEVICE bool ranks_before(float a, int i, float b, int j) {
-    const bool a_nan = a != a, b_nan = b != b;
-    if (a_nan != b_nan) return a_nan;
-    if (!a_nan && a != b) return a > b;
-    return i < j;
+// Shared memory of a block that chooses; kestrel/launch.py computes the same size.
+struct ChoiceShared {
+    unsigned *keys;  // u32[E rounded up to 8]
+    int *ids;        // i32[T rounded up to 4]: the chosen experts by rank
+    float *p_all;    // f32[E rounded up to 4]: exponentials of all experts
+    float *p;        // f32[T rounded up to 4]: of the chosen ones
+    float *lanes;    // f32[8]
+    int *finite;     // i32[32]: of each warp
+};
+
+DEVICE int choice_shared_bytes(int E, int T) {
+    return 4 * ((E + 7) / 8 * 8 + (E + 3) / 4 * 4 + 2 * ((T + 3) / 4 * 4) + 8 + 32);
 }
 
-// Row m. Each expert counts who ranks before it, which gives its rank without a sort.
-// shared: f32[E] logits, f32[E] exponentials of all experts, i32[T] ids, f32[T] chosen exponentials, f32[8].
-DEVICE void block_router_topk(const RouterTopkArgs &a, int m, float *shared) {
-    float *const logits = shared;
-    float *const p_all = logits + a.E;
-    int *const ids = (int *)(p_all + a.E);
-    float *const p = (float *)(ids + a.T);
-    float *const lanes = p + a.T;
-    for (int e = threadIdx.x; e < a.E; e += blockDim.x) logits[e] = load_l2(a.logits + (long long)m * a.E + e);
+DEVICE ChoiceShared choice_shared(unsigned char *base, int E, int T) {
+    ChoiceShared sh;
+    sh.keys = (unsigned *)base;
+    sh.ids = (int *)(sh.keys + (E + 7) / 8 * 8);
+    sh.p_all = (float *)(sh.ids + (T + 3) / 4 * 4);
+    sh.p = sh.p_all + (E + 3) / 4 * 4;
+    sh.lanes = sh.p + (T + 3) / 4 * 4;
+    sh.finite = (int *)(sh.lanes + 8);
+    return sh;
+}
+
+// Integers in the order of the logits: +0 and -0 share one, NaN is above all, and none is 0.
+DEVICE unsigned rank_key(float logit) {
+    const unsigned u = f32_bits(logit), magnitude = u & 0x7fffffffu;
+    if (magnitude > KESTREL_INF_BITS) return 0xffffffffu;
+    if (magnitude == 0) return 0x80000000u;
+    return u >> 31 ? ~u : u | 0x80000000u;
+}
+
+// sh.ids from the logits, f32[E] in global memory (written by another block or kernel). Each expert counts who ranks
+// before it (larger key, or equal key and lower index), which gives its rank without a sort. A warp takes sixteen
+// experts, two lanes to each, which take turns at the quads of keys. Ends with a barrier.
+DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &sh) {
+    const int padded = (E + 7) / 8 * 8, half = lane_id() / 16;
+    for (int e = threadIdx.x; e < padded; e += blockDim.x) sh.keys[e] = e < E ? rank_key(load_l2(logits + e)) : 0u;
     __syncthreads();
-    bool finite = true;  // of every logit; T <= E, so each thread that stores a weight has looked
-    for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
-        const float mine = logits[e];
-        int rank = 0;
-        for (int j = 0; j < a.E; j++) {
-            rank += ranks_before(logits[j], j, mine, e) ? 1 : 0;
-            finite = finite && (f32_bits(logits[j]) & 0x7f800000u) != 0x7f800000u;
+    const uint4 *const keys = (const uint4 *)sh.keys + half;
+#pragma unroll 1
+    for (int first = 16 * warp_id(); first < E; first += 16 * warp_count()) {
+        const int e = first + lane_id() % 16, own = first / 8;  // pairs of quads ahead of the warp's own experts
+        const unsigned mine = sh.keys[e < E ? e : 0];
+        unsigned count[4] = {0, 0, 0, 0};  // minus the number of those that rank before e
+#pragma unroll 2
+        for (int i = 0; i < own; i++) {  // lower indices win ties
+            const uint4 k = keys[2 * i];
+            count[0] = minus_less(count[0], mine - 1u, k.x);
+            count[1] = minus_less(count[1], mine - 1u, k.y);
+            count[2] = minus_less(count[2], mine - 1u, k.z);
+            count[3] = minus_less(count[3], mine - 1u, k.w);
         }
-        if (rank < a.T) ids[rank] = e;
+#pragma unroll 1
+        for (int i = own; i < own + 2 && 8 * i < padded; i++) {
+            const uint4 k = keys[2 * i];
+            const int ahead = e - 4 * (2 * i + half);  // so many keys of this quad have lower indices
+            count[0] = minus_less(count[0], mine - (ahead > 0 ? 1u : 0u), k.x);
+            count[1] = minus_less(count[1], mine - (ahead > 1 ? 1u : 0u), k.y);
+            count[2] = minus_less(count[2], mine - (ahead > 2 ? 1u : 0u), k.z);
+            count[3] = minus_less(count[3], mine - (ahead > 3 ? 1u : 0u), k.w);
+        }
+#pragma unroll 2
+        for (int i = own + 2; 8 * i < padded; i++) {
+            const uint4 k = keys[2 * i];
+            count[0] = minus_less(count[0], mine, k.x);
+            count[1] = minus_less(count[1], mine, k.y);
+            count[2] = minus_less(count[2], mine, k.z);
+            count[3] = minus_less(count[3], mine, k.w);
+        }
+        int rank = -(int)(count[0] + count[1] + count[2] + count[3]);
+        rank += __shfl_xor_sync(FULL_WARP, rank, 16);
+        if (half == 0 && e < E && rank < T) sh.ids[rank] = e;
     }
     __syncthreads();
-    const float r_max = logits[ids[0]];
-    for (int t = threadIdx.x; t < a.T; t += blockDim.x) p[t] = exp_form(logits[ids[t]] - r_max);
-    if (!a.norm_topk_prob)
-        for (int e = threadIdx.x; e < a.E; e += blockDim.x) p_all[e] = exp_form(logits[e] - r_max);
+}
+
+// Stores the ids that block_choose left and makes their weights, for row m. Ends with a barrier.
+DEVICE void block_choice_weights(const RouterTopkArgs &a, int m, const ChoiceShared &sh) {
+    const float *const logits = a.logits + (long long)m * a.E;  // f32[E]
+    const float r_max = load_l2(logits + sh.ids[0]);
+    bool finite = true;
+    for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+        const float logit = load_l2(logits + e);
+        finite = finite && (f32_bits(logit) & KESTREL_INF_BITS) != KESTREL_INF_BITS;
+        if (!a.norm_topk_prob) sh.p_all[e] = exp_form(logit - r_max);
+    }
+    for (int t = threadIdx.x; t < a.T; t += blockDim.x) sh.p[t] = exp_form(load_l2(logits + sh.ids[t]) - r_max);
+    finite = __all_sync(FULL_WARP, finite);
+    if (lane_id() == 0) sh.finite[warp_id()] = finite;
     __syncthreads();
     if (a.norm_topk_prob) {
         if (threadIdx.x == 0) {
-            float sum = p[0];
-            for (int t = 1; t < a.T; t++) sum += p[t];  // rank order
-            lanes[0] = sum;
+            float sum = sh.p[0];
+            for (int t = 1; t < a.T; t++) sum += sh.p[t];  // rank order
+            sh.lanes[0] = sum;
         }
     } else if (threadIdx.x < 8) {
         float sum = 0.0f;
-        for (int e = threadIdx.x; e < a.E; e += 8) sum += p_all[e];
-        lanes[threadIdx.x] = sum;
+        for (int e = threadIdx.x; e < a.E; e += 8) sum += sh.p_all[e];
+        sh.lanes[threadIdx.x] = sum;
     }
     __syncthreads();
-    const float denominator = a.norm_topk_prob ? lanes[0] : hsum8(lanes);
+    for (int w = 0; w < warp_count(); w++) finite = finite && sh.finite[w];
+    const float denominator = a.norm_topk_prob ? sh.lanes[0] : hsum8(sh.lanes);
     for (int t = threadIdx.x; t < a.T; t += blockDim.x) {
-        a.ids[(long long)m * a.T + t] = ids[t];
-        a.weights[(long long)m * a.T + t] = finite ? p[t] / denominator : f32_from_bits(0x7fc00000u);
+        a.ids[(long long)m * a.T + t] = sh.ids[t];
+        a.weights[(long long)m * a.T + t] = finite ? sh.p[t] / denominator : f32_from_bits(KESTREL_NAN_BITS);
     }
     __syncthreads();
 }

@@ -73,7 +73,7 @@ struct GateUpArgs {
     QuantizeA8Args a8;
     RouterTopkArgs topk;
     Weight down;   // experts: what the next kernel reads
-    int depth;     // pairs of rows that a warp has in flight: 1 to 8
+    int depth;     // units that a warp has in flight: 1 or 2
     int ask_down;  // 0 | 1: ask L2 for the chosen experts' rows of `down`
 };
 

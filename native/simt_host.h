@@ -77,6 +77,8 @@ struct MmaOperands {
 void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b);
 
 void copy_async(void *to, const void *from, size_t bytes);
+void copy_commit();
+void copy_wait(int pending);
 void copy_wait_all();
 
 template <class T>

@@ -3,68 +3,144 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kestrel.launch import STATIC_SHARED, Launch, Tuning, norm_shared_bytes, router_shared_bytes
 from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
+RING_DEPTH = 2  # times four groups of copies: what a thread can tell apart (copy_wait)
+ROUTER_ROWS = 4  # of a block: the slots of a warp
 
-def router(ops: Sequence[Op], t: Tuning, counter: int) -> Stage | None:
-    if not counter or not names(ops, "rms_norm", "matmul", "router_topk", "quantize_a8"):
-        return None
-    norm, mm, topk, a8 = (op.args for op in ops[:4])
+
+def _round_up(a: int, b: int) -> int:
+    return ceil(a, b) * b
+
+
+def _ring_bytes(groups: int, warps: int) -> int:
+    """The gate and up rows of one unit in the rings of a block's warps (``PairRing``)."""
+    pairs = ceil(32, warps)
+    return warps * 2 * (16 * pairs * groups + _round_up(2 * pairs * groups, 16))
+
+
+def _q4local(mm: Any) -> bool:
+    return all(mm.w[i].wtype == WType.q4local for i in range(mm.n_w))
+
+
+def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
+    """rms_norm, router, a8."""
+    norm, mm, a8 = (op.args for op in ops)
     weight = mm.w[0]
-    fits = mm.n_w == 1 and weight.wtype == WType.bf16 and mm.x == norm.out and topk.logits == mm.y
-    if norm.M != 1 or not fits or a8.x != norm.out or a8.M != 1 or norm.d % 32:
+    fits = mm.n_w == 1 and weight.wtype == WType.bf16 and mm.x == norm.out
+    if norm.M != 1 or not fits or a8.x != norm.out or a8.M != 1 or norm.d != a8.K or norm.d % 32:
         return None
-    shared = max(norm_shared_bytes(norm.d) + 4 * 2 * (weight.k + 8), router_shared_bytes(topk.E, topk.T))
+    rows = min(t.router_rows, ROUTER_ROWS)
+    pitch = ceil(weight.k, 64) | 1
+    shared = 16 * rows * 8 * pitch + norm_shared_bytes(norm.d)
     if shared > t.shared_limit - STATIC_SHARED:
         return None
-    args = NormRouterArgs(norm, a8, mm, topk, counter)
-    grid = (ceil(weight.n, 4), 1, 1)
-    launch = Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)
-    return Stage(ops[:4], [launch], written(ops[:4]))
+    args = NormRouterArgs(norm, a8, mm, rows=rows)
+    grid = (ceil(weight.n, rows), 1, 1)
+    return Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)
+
+
+def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, down: Any = None) -> Launch | None:
+    """The two matrices, SwiGLU, a8; with ``topk`` the choice of experts ahead of them."""
+    experts, width, groups = topk is not None, swiglu.F, moe.w[0].k // 32
+    slots = moe.T if experts else 1
+    fits = moe.M == 1 and moe.n_w == 2 and moe.w[0].n == width and moe.w[1].n == width
+    fits = fits and moe.w[0].k % 32 == 0 and swiglu.gu == moe.y and slots == swiglu.R and not moe.per_slot
+    fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
+    if not fits or a8.q == moe.xq:  # other blocks still read it
+        return None
+    units = slots * (width // 32)
+    blocks = min(units, t.sms * t.gate_up_blocks)
+    warps = t.gate_up_warps
+    shared = 4 * 64 + (router_shared_bytes(topk.E, topk.T) if experts else 0)
+    if shared > t.shared_limit - STATIC_SHARED:
+        return None
+    form, depth = "any", 1
+    ring = _ring_bytes(groups, warps)
+    if _q4local(moe) and shared + ring <= t.shared_limit - STATIC_SHARED:
+        # As many units as a block has, while as many blocks as are meant to share a multiprocessor have room.
+        form = "u2" if groups <= 64 else "u4"
+        room = t.shared_limit // t.gate_up_blocks - STATIC_SHARED - shared
+        depth = max(1, min(t.gate_up_depth, RING_DEPTH, ceil(units, blocks), room // ring))
+        shared += depth * ring
+    args = GateUpArgs(moe, swiglu, a8, depth=depth)
+    if experts:
+        args.topk, args.down, args.ask_down = topk, down, t.ask_down
+    name = f"k_{'moe_' if experts else ''}gate_up_{form}"
+    return Launch(name, (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+
+
+def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
+    """Dynamic shared memory of ``k_moe_down`` (``DownShared``)."""
+    groups = mm.w[0].k // 32
+    staged = rows * groups * 16 + _round_up(2 * rows * groups, 16) if _q4local(mm) else 0
+    chosen = int(mm.T)
+    return router_shared_bytes(topk.E, chosen) + 4 * _round_up(chosen, 4) + chosen * (4 * rows + staged)
+
+
+def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
+    """The experts' down matrices, their combination, the residual."""
+    mm, combine, add = (op.args for op in ops)
+    fits = mm.M == 1 and mm.n_w == 1 and mm.per_slot == 1 and mm.w[0].k % 32 == 0 and combine.y == mm.y
+    if not fits or mm.w[0].wtype == WType.bf16 or add.y != combine.out or add.n != combine.H:
+        return None
+    n = mm.w[0].n
+    rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
+    while rows > 4 and _down_shared_bytes(topk, mm, rows) > t.shared_limit - STATIC_SHARED:
+        rows -= 4
+    shared = _down_shared_bytes(topk, mm, rows)
+    if shared > t.shared_limit - STATIC_SHARED:
+        return None
+    args = MoeDownArgs(mm, combine, add, topk, rows=rows)
+    return Launch("k_moe_down", (ceil(n, rows), 1, 1), (32 * t.down_warps, 1, 1), shared, args)
+
+
+MOE_OPS = (
+    *("rms_norm", "matmul", "router_topk", "quantize_a8", "moe_matmul", "swiglu"),
+    *("quantize_a8", "moe_matmul", "moe_combine", "add"),
+)
+
+
+def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
+    """The whole FFN of experts, in three launches in a row: ahead of its wait each may read what the launch
+    two before it wrote, and the last one finds the router's logits so.
+    """
+    if not names(ops, *MOE_OPS):
+        return None
+    ops = ops[: len(MOE_OPS)]
+    router, topk, a8, up, swiglu, h_a8, down, combine = (op.args for op in ops[1:9])
+    chosen = topk.M == 1 and topk.logits == router.y and topk.E == router.w[0].n == up.E == down.E
+    chosen = chosen and topk.ids == up.ids == down.ids and topk.weights == combine.weights
+    chosen = chosen and topk.T == up.T == down.T == combine.T
+    if not chosen or up.xq != a8.q or down.xq != h_a8.q:
+        return None
+    launches = [
+        _norm_router([ops[0], ops[1], ops[3]], t),
+        _gate_up(up, swiglu, h_a8, t, topk, down.w[0]),
+        _down(ops[7:], topk, t),
+    ]
+    found = [launch for launch in launches if launch is not None]
+    if len(found) < len(launches):
+        return None
+    hidden = outputs(ops[4]) + outputs(ops[7])
+    return Stage(ops, found, written([*ops[:4], *ops[5:7], *ops[8:]]), hidden=hidden)
 
 
 def gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:
-    dense = names(ops, "matmul", "swiglu", "quantize_a8")
-    if not dense and not names(ops, "moe_matmul", "swiglu", "quantize_a8"):
+    """Gate, up, SwiGLU and a8 of a dense FFN."""
+    if not names(ops, "matmul", "swiglu", "quantize_a8"):
         return None
     mm, swiglu, a8 = (op.args for op in ops[:3])
-    slots = 1 if dense else mm.T
-    width = swiglu.F
-    fits = mm.M == 1 and mm.n_w == 2 and mm.w[0].n == width and mm.w[1].n == width and mm.w[0].k % 32 == 0
-    fits = fits and swiglu.gu == mm.y and slots == swiglu.R and a8.x == swiglu.h
-    if not fits or slots != a8.M or width != a8.K or width % 32:
+    if mm.n_w != 2:
         return None
-    if a8.q == mm.xq:  # other blocks still read it
+    moe = MoeMatmulArgs(ids=0, x=mm.x, xq=mm.xq, xd=mm.xd, gsum=mm.gsum, y=mm.y, n_w=2, M=mm.M, T=1, E=1)
+    moe.w[0], moe.w[1] = mm.w[0], mm.w[1]
+    launch = _gate_up(moe, swiglu, a8, t)
+    if launch is None:
         return None
-    if dense:
-        moe = MoeMatmulArgs(ids=0, x=mm.x, xq=mm.xq, xd=mm.xd, gsum=mm.gsum, y=mm.y, n_w=2, M=1, T=1, E=1)
-        moe.w[0], moe.w[1] = mm.w[0], mm.w[1]
-    else:
-        moe = mm
-    suffix = "u2" if mm.w[0].k <= 2048 else "u4"
-    launch = Launch(
-        f"k_gate_up_{suffix}",
-        (width // 32, slots, 1),
-        (32 * t.gate_up_warps, 1, 1),
-        0,
-        GateUpArgs(moe, swiglu, a8),
-    )
-    return Stage(ops[:3], [launch], written(ops[1:3]), hidden=outputs(ops[0]))
-
-
-def moe_down(ops: Sequence[Op], t: Tuning) -> Stage | None:
-    if not names(ops, "moe_matmul", "moe_combine", "add"):
-        return None
-    mm, combine, add = (op.args for op in ops[:3])
-    fits = mm.M == 1 and mm.n_w == 1 and mm.per_slot == 1 and mm.w[0].k % 32 == 0 and combine.y == mm.y
-    if not fits or add.y != combine.out or add.n != combine.H:
-        return None
-    blocks = ceil(mm.w[0].n, t.row_warps)
-    shared = 4 * t.row_warps * mm.T
-    args = MoeDownArgs(mm, combine, add)
-    launch = Launch("k_moe_down", (blocks, 1, 1), (32 * t.row_warps, 1, 1), shared, args)
     return Stage(ops[:3], [launch], written(ops[1:3]), hidden=outputs(ops[0]))

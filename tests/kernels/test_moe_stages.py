@@ -1,0 +1,288 @@
+"""The three launches of an FFN of experts, and the dense gate/up stage: choices, formats, geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
+
+from kestrel.config import ModelConfig
+from kestrel.launch import STATIC_SHARED, Launch, Tuning, launches, plan
+from kestrel.ops import OPS, Op, WType
+from kestrel.simt import SimtBackend, run_launch
+from kestrel.stages import moe
+from kestrel.weights import Weights
+from tests.kernels.harness import Case
+from tests.support.forward import make_model
+from tests.support.models import random_weights, tiny_config
+
+MOE_STAGES = ("k_norm_router", "k_moe_gate_up_u2", "k_moe_down")
+Grid = Callable[[Launch], int]
+
+
+def tap_hashes(model: Any, tokens: int, run: Callable[[Any], None]) -> dict[str, int]:
+    """The hash of every tap of ``tokens`` passes of one row."""
+    step = model.step(1, 1, "extended")
+    found = {}
+    for position in range(tokens):
+        model.load_rows(np.array([position + 1], np.int32), np.array([position], np.int32))
+        run(step)
+        for tap, row in zip(step.taps, model.hashes(step, 1), strict=True):
+            found[tap.key(position)] = int(row[0])
+    return found
+
+
+def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int) -> None:
+    whole = plan(step.ops, "l2exact", tuning)
+    if grid is not None:
+        whole.main[:] = [
+            replace(launch, grid=(grid(launch), 1, 1)) if is_ffn(launch.kernel) else launch
+            for launch in whole.main
+        ]
+    for launch in whole.in_line(late=seed % 2 == 1):
+        run_launch(launch, seed)
+
+
+def is_ffn(kernel: str) -> bool:
+    return "gate_up" in kernel or kernel in MOE_STAGES
+
+
+def check(
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    tokens: int = 2,
+    tuning: Tuning | None = None,
+    grid: Grid | None = None,
+    seed: int = 0,
+    kernels: tuple[str, ...] = (),
+) -> dict[str, int]:
+    """Every tap as on the CPU; ``kernels`` must be among the launches."""
+    tuning = tuning or Tuning()
+    cpu = make_model(config, weights, slots=8, max_rows=1)
+    expected = tap_hashes(cpu, tokens, lambda step: step.program.run())
+    model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
+    names = {launch.kernel for launch in plan(model.step(1, 1, "extended").ops, "l2exact", tuning).main}
+    assert set(kernels) <= names, names
+    actual = tap_hashes(model, tokens, lambda step: launched(step, tuning, grid, seed))
+    different = [key for key, value in expected.items() if actual[key] != value]
+    assert not different, f"{len(different)} of {len(expected)} keys differ, first {different[0]}"
+    return expected
+
+
+def moe_config(**shape: Any) -> ModelConfig:
+    return tiny_config("qwen3_moe", **{"layers": 1, "vocab": 64, **shape})
+
+
+def weights_of(config: ModelConfig, wtype: WType = WType.q4local) -> Weights:
+    return random_weights(config, wtype, WType.q8local)
+
+
+# -- the choice --------------------------------------------------------------------------------------------
+
+
+def ties(rng: np.random.Generator, bits: Any) -> None:
+    bits[:] = bits[rng.integers(0, 3, len(bits))]  # three different rows
+
+
+def zeros(rng: np.random.Generator, bits: Any) -> None:
+    # +0 and -0 rows: a chain of fma from +0 gives +0 for both, beside rows that are not zero.
+    odd = rng.random(len(bits)) < 0.7
+    bits[odd] = np.where(rng.random(bits[odd].shape) < 0.5, 0, 0x8000).astype(np.uint16)
+
+
+def non_finite(rng: np.random.Generator, bits: Any) -> None:
+    for value in (0x7F80, 0xFF80, 0x7FC0):  # +inf, -inf, NaN
+        bits[rng.integers(len(bits)), rng.integers(bits.shape[1])] = value
+
+
+@pytest.mark.parametrize("change", [ties, zeros, non_finite])
+@pytest.mark.parametrize(("experts", "chosen"), [(5, 5), (20, 3), (130, 9)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_choices_of_the_joined_stages(change: Any, experts: int, chosen: int, norm: bool) -> None:
+    config = moe_config(experts=experts, top_k=chosen, moe_ffn=32, norm_topk_prob=norm)
+    weights = weights_of(config)
+    router: Any = weights["layers.0.router"]
+    bits = router.codes.copy()
+    change(np.random.default_rng(experts), bits)
+    weights["layers.0.router"] = replace(router, codes=bits)
+    check(config, weights, kernels=MOE_STAGES)
+
+
+@pytest.mark.parametrize("threads", [32, 128, 256])
+@pytest.mark.parametrize(
+    ("experts", "chosen"),
+    [(1, 1), (4, 4), (9, 2), (31, 31), (33, 8), (96, 8), (128, 128), (256, 8), (515, 20)],
+)
+def test_choice_of_any_number(experts: int, chosen: int, threads: int) -> None:
+    rng = np.random.default_rng(experts)
+    logits = np.stack(
+        [
+            rng.standard_normal(experts),
+            rng.integers(-1, 2, experts),  # ties
+            rng.choice([0.0, -0.0, -1e-45, 1e-45], experts),
+            np.where(rng.random(experts) < 0.3, rng.choice([np.nan, np.inf, -np.inf], experts), 1.0),
+            np.full(experts, -np.inf),
+            np.full(experts, np.nan),
+            np.arange(experts),
+            -np.arange(experts),
+        ]
+    ).astype(np.float32)
+    logits[5].view(np.uint32)[::2] = 0xFFC12345  # NaNs with a sign and a payload are no less equal
+    rows = len(logits)
+    arrays = {
+        "logits": logits,
+        "ids": np.full((rows, chosen), -9, np.int32),
+        "weights": np.full((rows, chosen), -9, np.float32),
+    }
+    case = Case("router_topk", arrays, M=rows, E=experts, T=chosen, norm_topk_prob=experts % 2)
+    case.check(Tuning(router_threads=threads), seed=experts)
+
+
+# -- shapes and formats ------------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-like": {"hidden": 512, "experts": 32, "top_k": 8, "moe_ffn": 192},
+    "one of one": {"experts": 1, "top_k": 1, "moe_ffn": 32},
+    "all chosen": {"experts": 6, "top_k": 6, "moe_ffn": 64},
+    "odd groups": {"hidden": 160, "experts": 7, "top_k": 3, "moe_ffn": 224},
+    "more chosen than warps": {"experts": 12, "top_k": 11, "moe_ffn": 96},
+    "long h": {"hidden": 96, "experts": 3, "top_k": 2, "moe_ffn": 1056},
+    "long x": {"hidden": 2144, "heads": 2, "kv_heads": 1, "experts": 3, "top_k": 2, "moe_ffn": 32},
+}
+
+
+@pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, wtype: WType) -> None:
+    config = moe_config(**SHAPES[name])
+    form = "any" if wtype == WType.q8local else "u2" if config.hidden_size <= 2048 else "u4"
+    check(config, weights_of(config, wtype), kernels=("k_norm_router", f"k_moe_gate_up_{form}", "k_moe_down"))
+
+
+@pytest.mark.parametrize("wtype", list(WType))
+@pytest.mark.parametrize("hidden", [96, 2144])
+def test_dense(wtype: WType, hidden: int) -> None:
+    config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, heads=2, kv_heads=1, ffn=160)
+    form = {WType.q8local: "any", WType.q4local: "u2" if hidden <= 2048 else "u4"}.get(wtype)
+    check(config, weights_of(config, wtype), kernels=(f"k_gate_up_{form}",) if form else ())
+
+
+# -- geometry ----------------------------------------------------------------------------------------------
+
+GRIDS: dict[str, Grid] = {
+    "one": lambda launch: 1,
+    "three": lambda launch: 3,
+    "more than there is work": lambda launch: launch.grid[0] + 5,
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
+def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
+    config = moe_config(hidden=224, experts=13, top_k=5, moe_ffn=96)
+    check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
+    config = tiny_config("qwen3", layers=1, vocab=64, ffn=416)
+    check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(gate_up_warps=3, sms=2),
+        Tuning(gate_up_warps=8, gate_up_depth=1, sms=1),
+        Tuning(down_warps=3, down_rows=20, sms=1),
+        Tuning(down_warps=8, down_rows=64, sms=2),
+        Tuning(down_warps=1, down_rows=32, sms=1),
+        Tuning(router_rows=2, stage_warps=3),
+        Tuning(shared_limit=12_000, sms=1),
+        Tuning(shared_limit=24_000, sms=1),
+    ],
+)
+def test_few_multiprocessors_and_little_memory(tuning: Tuning) -> None:
+    config = moe_config(hidden=224, experts=13, top_k=5, moe_ffn=96)
+    kernels = ("k_norm_router", "k_moe_down") if tuning.shared_limit == 12_000 else MOE_STAGES
+    check(config, weights_of(config), tuning=tuning, seed=1, kernels=kernels)
+    model = make_model(config, weights_of(config), backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
+    found = plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
+    assert (
+        max(launch.shared for launch in found if is_ffn(launch.kernel)) <= tuning.shared_limit - STATIC_SHARED
+    )
+
+
+# -- what is joined ----------------------------------------------------------------------------------------
+
+
+def ffn_ops(config: ModelConfig, rows: int = 1) -> list[Op]:
+    model = make_model(config, weights_of(config), backend=SimtBackend(), slots=8, max_rows=4)
+    ops = [op for op in model.step(rows, rows, "off").ops if op.name != "l2_hash"]
+    first = next(i for i, op in enumerate(ops) if op.name == "router_topk") - 2
+    return ops[first : first + len(moe.MOE_OPS)]
+
+
+def test_ops_that_are_not_joined() -> None:
+    config = moe_config()
+    ops = ffn_ops(config)
+    stage = moe.moe_ffn(ops, Tuning())
+    assert stage is not None
+    assert [launch.kernel for launch in stage.launches] == list(MOE_STAGES)
+    assert moe.moe_ffn(ops[:-1], Tuning()) is None
+    assert moe.moe_ffn(ffn_ops(config, rows=2), Tuning()) is None
+    assert moe.moe_ffn(ops, Tuning(shared_limit=3000)) is None
+
+    def with_changed(index: int, **values: Any) -> list[Op]:
+        changed = list(ops)
+        args = type(ops[index].args).from_buffer_copy(ops[index].args)
+        for key, value in values.items():
+            setattr(args, key, value)
+        changed[index] = Op(OPS[ops[index].name], args, ops[index].label)
+        return changed
+
+    other = 0x1000
+    for index, field in [
+        (2, "logits"),
+        (2, "ids"),
+        (2, "weights"),
+        (4, "xq"),
+        (5, "gu"),
+        (7, "ids"),
+        (9, "y"),
+    ]:
+        assert moe.moe_ffn(with_changed(index, **{field: other}), Tuning()) is None, (index, field)
+
+
+def test_the_comparison_sees_the_wrong_expert() -> None:
+    """A choice that breaks ties upwards would be seen."""
+    config = moe_config(experts=8, top_k=2, moe_ffn=32)
+    weights = weights_of(config)
+    router: Any = weights["layers.0.router"]
+    tied = replace(router, codes=np.repeat(router.codes[:1], 8, axis=0))
+    before = check(config, {**weights, "layers.0.router": tied})
+    gate: Any = weights["layers.0.experts.gate"]
+    flipped = replace(gate, codes=gate.codes[::-1].copy(), scale=gate.scale[::-1].copy())
+    after = check(config, {**weights, "layers.0.router": tied, "layers.0.experts.gate": flipped})
+    assert before["t0_l0_rids"] == after["t0_l0_rids"]
+    assert before["t0_l0_ffn"] != after["t0_l0_ffn"]
+
+
+def test_router_topk_alone_takes_the_memory_it_is_given() -> None:
+    case = Case(
+        "router_topk",
+        {
+            "logits": np.zeros((1, 3), np.float32),
+            "ids": np.zeros((1, 2), np.int32),
+            "weights": np.zeros((1, 2), np.float32),
+        },
+        M=1,
+        E=3,
+        T=2,
+        norm_topk_prob=1,
+    )
+    (launch,) = launches(case.bind()[0])
+    assert launch.shared == 4 * (8 + 4 + 2 * 4 + 8 + 32)
