@@ -3,33 +3,41 @@
 
 #include "forms.cuh"
 
-// Walks `n` floats of shared memory in ascending order onto `sum`: one addition hangs on the one before it, so the next
-// sixteen terms are asked for ahead of the additions of these.
+DEVICE void load_sixteen(const float *p, float4 *t) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) t[j] = ((const float4 *)p)[j];
+}
+
+DEVICE float add_sixteen(const float4 *t, float sum) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        sum += t[j].x;
+        sum += t[j].y;
+        sum += t[j].z;
+        sum += t[j].w;
+    }
+    return sum;
+}
+
+// Walks `n` floats of shared memory in ascending order onto `sum`. Each addition hangs on the one before it, so nothing
+// else may cost time: of two sets of sixteen terms one is added while the other travels.
 DEVICE float ordered_sum(const float *terms, int n, float sum) {
     int i = 0;
-    if (n >= 16) {
-        float4 now[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) now[j] = *(const float4 *)(terms + 4 * j);
-#pragma unroll 2
-        for (;; i += 16) {
-            const bool more = i + 32 <= n;
-            float4 next[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (more) next[j] = *(const float4 *)(terms + i + 16 + 4 * j);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                sum += now[j].x;
-                sum += now[j].y;
-                sum += now[j].z;
-                sum += now[j].w;
-            }
-            if (!more) break;
-#pragma unroll
-            for (int j = 0; j < 4; j++) now[j] = next[j];
+    if (n >= 32) {
+        float4 even[4], odd[4];
+        load_sixteen(terms, even);
+#pragma unroll 1
+        for (; i + 32 <= n; i += 32) {
+            load_sixteen(terms + i + 16, odd);
+            sum = add_sixteen(even, sum);
+            load_sixteen(terms + (i + 64 <= n ? i + 32 : 0), even);  // at the end for nothing
+            sum = add_sixteen(odd, sum);
         }
-        i += 16;
+    }
+    for (; i + 16 <= n; i += 16) {
+        float4 t[4];
+        load_sixteen(terms + i, t);
+        sum = add_sixteen(t, sum);
     }
     for (; i < n; i++) sum += terms[i];
     return sum;
@@ -104,9 +112,10 @@ struct NormRow {
 // costs no registers; copy_wait_all stands between here and their use. Where d is no multiple of 8 nothing is copied.
 // The chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a
 // barrier behind it.
-DEVICE float norm_scale(const float *x, const float *w, int d, float eps, const NormShared &sh, NormRow &row) {
-    const int blocks = d / 8, tail = d % 8;
-    const bool vector = tail == 0;
+// `vector`: d is a multiple of 8.
+DEVICE float norm_scale(const float *x, const float *w, int d, float eps, const NormShared &sh, NormRow &row,
+                        bool vector) {
+    const int blocks = d / 8, tail = vector ? 0 : d % 8;
 #pragma unroll
     for (int c = 0; c < NORM_CACHED; c++) {
         const int b = threadIdx.x + c * blockDim.x;
@@ -136,7 +145,8 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, const 
     }
     for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x)
         sum += load_l2(x + i) * load_l2(x + i);
-    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sum += load_l2(x + i) * load_l2(x + i);
+    for (int i = threadIdx.x; i < tail; i += blockDim.x)
+        sum += load_l2(x + 8 * blocks + i) * load_l2(x + 8 * blocks + i);
     sum = warp_sum_f32(sum);
     if (lane_id() == 0) sh.terms[warp_id()] = sum;
     __syncthreads();
@@ -186,7 +196,7 @@ DEVICE void copied_weights(const NormShared &sh, int b, float *w) {
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
     NormRow row;
-    const float r = norm_scale(x, w, d, eps, sh, row);
+    const float r = norm_scale(x, w, d, eps, sh, row, d % 8 == 0);
     const int blocks = d / 8;
     copy_wait_all();
 #pragma unroll
@@ -302,18 +312,6 @@ DEVICE void warp_a8_one(const float *x, const QuantizeA8Args &a8, long long g) {
     }
 }
 
-// The a8 row and the norm, written once for taps and for later stages that read them.
-DEVICE void store_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, const NormShared &sh, int m) {
-    const int groups = a8.K / 32;
-    for (int i = threadIdx.x; i < norm.d; i += blockDim.x) norm.out[(long long)m * norm.d + i] = sh.x[i];
-    for (int i = threadIdx.x; i < a8.K / 4; i += blockDim.x)
-        ((unsigned *)a8.q)[(long long)m * (a8.K / 4) + i] = ((const unsigned *)sh.q)[i];
-    for (int g = threadIdx.x; g < groups; g += blockDim.x) {
-        a8.d[(long long)m * groups + g] = sh.d[g];
-        a8.gsum[(long long)m * groups + g] = sh.gsum[g];
-    }
-}
-
 // Which part of a row's norm and a8 a block also writes to global memory: eights [first, end) of the row.
 struct NormPart {
     int first, end;
@@ -352,11 +350,11 @@ DEVICE void finish_eight(const RmsNormArgs &norm, const QuantizeA8Args &a8, long
 
 // rms_norm and a8 of row m into shared memory, straight from registers, and `part` of both to global memory. sh.x is
 // written only with keep_x. d is a multiple of 32. Waits as norm_scale does; ends with a barrier.
-DEVICE void block_norm_a8_part(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh,
-                               bool keep_x, NormPart part) {
+DEVICE void block_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh, bool keep_x,
+                          NormPart part) {
     const float *const x = norm.x + m * norm.d;
     NormRow row;
-    const float r = norm_scale(x, norm.w, norm.d, norm.eps, sh, row);
+    const float r = norm_scale(x, norm.w, norm.d, norm.eps, sh, row, true);
     const int blocks = norm.d / 8;
     copy_wait_all();
 #pragma unroll
@@ -385,10 +383,4 @@ DEVICE void block_norm_a8_part(const RmsNormArgs &norm, const QuantizeA8Args &a8
         finish_eight(norm, a8, m, sh, b, b < blocks, v, keep_x, part);
     }
     __syncthreads();
-}
-
-// The same with sh.x and without a part.
-DEVICE void block_norm_a8(const RmsNormArgs &norm, int m, const NormShared &sh) {
-    const NormPart none = {0, 0};
-    block_norm_a8_part(norm, QuantizeA8Args{}, m, sh, true, none);
 }

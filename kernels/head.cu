@@ -125,7 +125,7 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
     WarpUnits<U, R> units;
     units.begin(a.mm, block, blocks);
     if (a.has_a8) {
-        block_norm_a8_part(a.norm, a.a8, 0, sh, reads_bf16(a.mm), norm_part(a.norm.d, block, blocks));
+        block_norm_a8(a.norm, a.a8, 0, sh, reads_bf16(a.mm), norm_part(a.norm.d, block, blocks));
     } else {
         block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);
         for (int i = block * blockDim.x + threadIdx.x; i < a.norm.d; i += blocks * blockDim.x) a.norm.out[i] = sh.x[i];

@@ -13,19 +13,20 @@ template <int MT> struct InputRows {
     const int *gsum[MT];        // i32[G]
 };
 
-// q4local: sum of (code - 8) * q over a group, as dp4a over the raw nibbles minus 8 * sum of q.
+// q4local: sum of (code - 8) * q over a group. The high nibbles stay where they are, as unsigned bytes: their products
+// are 16 times too large, and so is what they start from.
 DEVICE int dot_q4(uint4 c, const uint4 lo, const uint4 hi, int gsum) {
-    const unsigned nibbles = 0x0f0f0f0fu;
-    int dot = 0;
-    dot = __dp4a((int)(c.x & nibbles), (int)lo.x, dot);
-    dot = __dp4a((int)(c.y & nibbles), (int)lo.y, dot);
-    dot = __dp4a((int)(c.z & nibbles), (int)lo.z, dot);
-    dot = __dp4a((int)(c.w & nibbles), (int)lo.w, dot);
-    dot = __dp4a((int)(c.x >> 4 & nibbles), (int)hi.x, dot);
-    dot = __dp4a((int)(c.y >> 4 & nibbles), (int)hi.y, dot);
-    dot = __dp4a((int)(c.z >> 4 & nibbles), (int)hi.z, dot);
-    dot = __dp4a((int)(c.w >> 4 & nibbles), (int)hi.w, dot);
-    return dot - 8 * gsum;
+    const unsigned low = 0x0f0f0f0fu, high = 0xf0f0f0f0u;
+    int dot = -128 * gsum;
+    dot = dot_u8_s8(c.x & high, hi.x, dot);
+    dot = dot_u8_s8(c.y & high, hi.y, dot);
+    dot = dot_u8_s8(c.z & high, hi.z, dot);
+    dot = dot_u8_s8(c.w & high, hi.w, dot);
+    dot >>= 4;
+    dot = dot_u8_s8(c.x & low, lo.x, dot);
+    dot = dot_u8_s8(c.y & low, lo.y, dot);
+    dot = dot_u8_s8(c.z & low, lo.z, dot);
+    return dot_u8_s8(c.w & low, lo.w, dot);
 }
 
 DEVICE int dot_s8(const uint4 a, const uint4 b, int dot) {

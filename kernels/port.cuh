@@ -11,10 +11,6 @@
 #define KERNEL extern "C" __global__
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
-// A call, where inlining several variants into one kernel would make them share its registers; a kernel hands its
-// argument to such a function as GRID_CONSTANT, which keeps it where it is.
-#define DEVICE_CALL static __device__ __noinline__
-#define GRID_CONSTANT __grid_constant__
 // Bytes given at launch, 16-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
@@ -58,25 +54,29 @@ DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// c + sum of four products, bytes of a unsigned, of b signed.
+DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
+    int d;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 // Copies 16 bytes from global to shared memory; visible after copy_wait_all and a barrier.
 DEVICE void copy_async_16(void *shared, const void *global) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// This thread's copies since the last call become a group; copy_wait(n) waits for all groups but the last n, n < 8.
+// This thread's copies since the last call become a group; copy_wait(n) waits for all groups but the last n, or a few
+// less than n, which is at least 0.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void copy_wait(int pending) {
-    switch (pending) {
-        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
-        default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
-    }
+    if (pending >= 7)
+        asm volatile("cp.async.wait_group 7;" ::: "memory");
+    else if (pending >= 3)
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+    else
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 // Asks for the line that holds p.
 DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -103,8 +103,6 @@ DEVICE void start_next() {}
 #define KERNEL extern "C"
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
-#define DEVICE_CALL static
-#define GRID_CONSTANT
 #define LAUNCH_BOUNDS(...)
 #define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
 
@@ -119,6 +117,10 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
+DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
+    for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 0xffu) * (int)(signed char)(b >> i);
+    return c;
+}
 DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(SIMT_SITE, d, a, b); }
 // As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }

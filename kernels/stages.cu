@@ -11,7 +11,7 @@
 DEVICE void norm_a8(const NormA8Args &a, int block, int blocks, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.norm.d);
     const NormPart all = norm_part(a.norm.d, 0, 1);
-    for (int m = block; m < a.norm.M; m += blocks) block_norm_a8_part(a.norm, a.a8, m, sh, false, all);
+    for (int m = block; m < a.norm.M; m += blocks) block_norm_a8(a.norm, a.a8, m, sh, false, all);
 }
 
 // Dynamic shared: NormShared.
@@ -38,7 +38,7 @@ DEVICE void norm_matmul(const NormMatmulArgs &a, int block, int blocks, unsigned
     const NormPart part = norm_part(a.norm.d, block, blocks);
     WarpUnits<U, R> units;
     units.begin(a.mm, block, blocks);
-    block_norm_a8_part(a.norm, a.a8, 0, sh, reads_bf16(a.mm), part);
+    block_norm_a8(a.norm, a.a8, 0, sh, reads_bf16(a.mm), part);
     StoreRows out = {a.mm.y};
     units.finish(a.mm, in, sh.x, out);
 }

@@ -56,15 +56,6 @@ DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
         for (long long at = first; at < ranges.bytes[i]; at += step) prefetch_l2((const char *)ranges.start[i] + at);
 }
 
-// Asks L2 for `rows` neighbouring rows of quantised weights; one warp.
-DEVICE void prefetch_rows(const Weight &w, long long n, int rows) {
-    if (w.wtype == KESTREL_BF16) return;
-    const long long groups = w.k / 32, codes = groups * (w.wtype == KESTREL_Q4LOCAL ? 16 : 32);  // bytes of a row
-    for (long long at = 128ll * lane_id(); at < rows * codes; at += 128 * 32)
-        prefetch_l2((const unsigned char *)w.codes + n * codes + at);
-    for (long long at = 64ll * lane_id(); at < rows * groups; at += 64 * 32) prefetch_l2(w.scale + n * groups + at);
-}
-
 // Up to R neighbouring rows of one matrix, piece by piece: a piece is what a warp has in flight, R * U loads of 16 bytes
 // a thread. load() asks for a piece; use() adds it to the running sums and asks for the next one as soon as its
 // registers are free; sums() ends the rows. Or begin(), which may stand far ahead, then finish(). A q4local piece is U
@@ -73,38 +64,32 @@ template <int U, int R> struct WarpRows {
     static_assert(U >= 2 && R <= 8, "q8local halves U; lanes 0..7 hold the results");
     static const int TURNS = (R + 3) / 4;     // bf16: rows of a slot
     static const int BLOCKS = R * U / TURNS;  // bf16: blocks of 64 elements of a row in a piece
+    static const int HALF = U / 2;            // q8local: steps of a slot in a piece
     static const bool EARLY = R * U <= 10;    // registers suffice to ask for the next piece ahead of this one's chain
 
+    // The piece in flight; of quantised rows this lane's first group (the next are 8 apart) and how many it has, of bf16
+    // its first element of lane % 8.
     uint4 raw[R * U];
     unsigned short scale[R * U];
+    int first, count;
 
     DEVICE_MEMBER static int pieces(const Weight &w) {
         if (w.wtype == KESTREL_BF16) return (w.k + 64 * BLOCKS - 1) / (64 * BLOCKS);
-        const int steps = (w.k / 32 + 7) / 8, most = w.wtype == KESTREL_Q4LOCAL ? U : U / 2;
-        return (steps + 4 * most - 1) / (4 * most);
-    }
-
-    // Of this lane in a piece of quantised rows: its first group (the next are 8 apart), and how many it has.
-    DEVICE_MEMBER static int share(const Weight &w, int piece, int &count) {
-        const int groups = w.k / 32, most = w.wtype == KESTREL_Q4LOCAL ? U : U / 2;
-        const int steps = (groups + 7) / 8 - 4 * most * piece;  // left
-        const int each = steps >= 4 * most ? most : (steps + 3) / 4;
-        const int first = 8 * (4 * most * piece + lane_id() / 8 * each) + lane_id() % 8;
-        const int have = (groups - first + 7) / 8;
-        count = have < 0 ? 0 : have < each ? have : each;
-        return first;
+        const int steps = (w.k / 32 + 7) / 8;
+        return w.wtype == KESTREL_Q4LOCAL ? (steps + 4 * U - 1) / (4 * U) : (steps + 4 * HALF - 1) / (4 * HALF);
     }
 
     // Rows n .. n + rows - 1.
     DEVICE_MEMBER void load(const Weight &w, long long n, int rows, int piece) {
         if (w.wtype == KESTREL_BF16) {
-            const int slot = lane_id() / 8, first = 64 * BLOCKS * piece + 8 * (lane_id() % 8);
+            const int slot = lane_id() / 8, begin = 64 * BLOCKS * piece + 8 * (lane_id() % 8);
+            first = 64 * BLOCKS * piece + lane_id() % 8;
 #pragma unroll
             for (int t = 0; t < TURNS; t++) {
-                const unsigned short *const row = (const unsigned short *)w.codes + (n + slot + 4 * t) * w.k + first;
+                const unsigned short *const row = (const unsigned short *)w.codes + (n + slot + 4 * t) * w.k + begin;
 #pragma unroll
                 for (int b = 0; b < BLOCKS; b++) {
-                    if (slot + 4 * t < rows && first + 64 * b < w.k)
+                    if (slot + 4 * t < rows && begin + 64 * b < w.k)
                         raw[t * BLOCKS + b] = load_streaming(row + 64 * b);
                     else
                         raw[t * BLOCKS + b] = make_uint4(0, 0, 0, 0);
@@ -112,8 +97,12 @@ template <int U, int R> struct WarpRows {
             }
             return;
         }
-        int count;
-        const int first = share(w, piece, count), groups = w.k / 32;
+        const int groups = w.k / 32, most = w.wtype == KESTREL_Q4LOCAL ? U : HALF;
+        const int steps = (groups + 7) / 8 - 4 * most * piece;  // left
+        const int each = steps >= 4 * most ? most : (steps + 3) / 4;
+        first = 8 * (4 * most * piece + lane_id() / 8 * each) + lane_id() % 8;
+        const int have = (groups - first + 7) / 8;
+        count = have < 0 ? 0 : have < each ? have : each;
         const unsigned short *const s = w.scale + n * groups + first;
         if (w.wtype == KESTREL_Q4LOCAL) {
             const unsigned char *const c = (const unsigned char *)w.codes + (n * groups + first) * 16;
@@ -132,7 +121,7 @@ template <int U, int R> struct WarpRows {
 #pragma unroll
             for (int r = 0; r < R; r++) {
 #pragma unroll
-                for (int u = 0; u < U / 2; u++) {
+                for (int u = 0; u < HALF; u++) {
                     if (u < count && r < rows) {
                         const unsigned char *const at = c + ((long long)r * groups + 8 * u) * 32;
                         raw[r * U + 2 * u] = load_streaming(at);
@@ -144,14 +133,31 @@ template <int U, int R> struct WarpRows {
         }
     }
 
+    // A group of the a8 row.
+    struct Input {
+        int g;
+        uint4 lo, hi;
+        float d;
+    };
+
+    DEVICE_MEMBER static Input input(const A8Row &in, int g) {
+        const uint4 *const q = (const uint4 *)(in.q + 32ll * g);
+        const bool swap = lane_id() & 4;  // half of the lanes read the halves in turn: no two meet in a bank
+        const uint4 one = q[swap ? 1 : 0], two = q[swap ? 0 : 1];
+        Input x8;
+        x8.g = g;
+        x8.lo = swap ? two : one;
+        x8.hi = swap ? one : two;
+        x8.d = in.d[g];
+        return x8;
+    }
+
     // acc: f32[R], +0 before the first piece. in: the a8 row; x: f32[K] for bf16. All lanes call it; `refill` asks for
     // the next piece.
     template <class Refill>
-    DEVICE_MEMBER void use(const Weight &w, int rows, int piece, const A8Row &in, const float *x, float *acc,
-                           const Refill &refill) {
+    DEVICE_MEMBER void use(const Weight &w, const A8Row &in, const float *x, float *acc, const Refill &refill) {
         const int lane = lane_id(), slot = lane / 8;
         if (w.wtype == KESTREL_BF16) {  // acc[t] of lane l of a slot: lane l of row slot + 4 * t
-            const int first = 64 * BLOCKS * piece + lane % 8;
 #pragma unroll
             for (int t = 0; t < TURNS; t++) {
 #pragma unroll
@@ -168,50 +174,47 @@ template <int U, int R> struct WarpRows {
             refill();
             return;
         }
-        // acc[r] of lane l: lane l of row r, in slot 0 before and after.
-        int count;
-        const int at = share(w, piece, count);
+        // acc[r] of lane l: lane l of row r, in slot 0 before and after. Rows and groups that are not there are computed
+        // from whatever lies in the registers, and dropped: without branches all dots run side by side.
+        const int have = count;
         float dot[R][U], ws[R][U];
-        const bool swap = lane & 4;  // half of the lanes read the halves of a group in turn: no two meet in a bank
+        if (w.wtype == KESTREL_Q4LOCAL) {
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            if (u < count) {
-                const int g = at + 8 * u;
-                const uint4 *const q = (const uint4 *)(in.q + 32ll * g);
-                const uint4 one = q[swap ? 1 : 0], two = q[swap ? 0 : 1];
-                const uint4 lo = swap ? two : one, hi = swap ? one : two;
-                const float d = in.d[g];
-                if (w.wtype == KESTREL_Q4LOCAL) {
-                    const int gsum = in.gsum[g];
+            for (int u = 0; u < U; u++) {
+                const Input x8 = input(in, u < have ? first + 8 * u : 0);
+                const int gsum = in.gsum[x8.g];
 #pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (r < rows) {
-                            dot[r][u] = (float)dot_q4(raw[r * U + u], lo, hi, gsum);
-                            ws[r][u] = half_to_float(scale[r * U + u]) * d;
-                        }
-                    }
-                } else if (u < U / 2) {
-#pragma unroll
-                    for (int r = 0; r < R; r++) {
-                        if (r < rows) {
-                            const int i = r * U + 2 * u;
-                            dot[r][u] = (float)dot_s8(raw[i + 1], hi, dot_s8(raw[i], lo, 0));
-                            ws[r][u] = half_to_float(scale[r * U + u]) * d;
-                        }
-                    }
+                for (int r = 0; r < R; r++) {
+                    dot[r][u] = (float)dot_q4(raw[r * U + u], x8.lo, x8.hi, gsum);
+                    ws[r][u] = half_to_float(scale[r * U + u]) * x8.d;
                 }
+            }
+        } else {
+#pragma unroll
+            for (int u = 0; u < HALF; u++) {
+                const Input x8 = input(in, u < have ? first + 8 * u : 0);
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+                    const int i = r * U + 2 * u;
+                    dot[r][u] = (float)dot_s8(raw[i + 1], x8.hi, dot_s8(raw[i], x8.lo, 0));
+                    ws[r][u] = half_to_float(scale[r * U + u]) * x8.d;
+                }
+            }
+#pragma unroll
+            for (int u = HALF; u < U; u++) {
+#pragma unroll
+                for (int r = 0; r < R; r++) dot[r][u] = ws[r][u] = 0.0f;  // never added
             }
         }
         if (EARLY) refill();
 #pragma unroll
         for (int turn = 0; turn < 4; turn++) {
+            const int mine = slot == turn ? have : 0;
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                if (slot == turn && r < rows) {
 #pragma unroll
-                    for (int u = 0; u < U; u++)
-                        if (u < count) acc[r] = fma_f32(dot[r][u], ws[r][u], acc[r]);
-                }
+                for (int u = 0; u < U; u++)
+                    if (u < mine) acc[r] = fma_f32(dot[r][u], ws[r][u], acc[r]);
                 acc[r] = __shfl_sync(FULL_WARP, acc[r], (lane + 24) & 31);  // from the slot before; slot 3 hands to slot 0
             }
         }
@@ -231,7 +234,19 @@ template <int U, int R> struct WarpRows {
             y[r] = w.wtype == KESTREL_BF16 ? __shfl_sync(FULL_WARP, sum[r / 4], 8 * (r % 4)) : sum[r];
     }
 
-    DEVICE_MEMBER void begin(const Weight &w, long long n, int rows) { load(w, n, rows, 0); }
+    // For rows and groups that are never loaded: use() computes with them.
+    DEVICE_MEMBER void clear() {
+#pragma unroll
+        for (int i = 0; i < R * U; i++) {
+            raw[i] = make_uint4(0, 0, 0, 0);
+            scale[i] = 0;
+        }
+    }
+
+    DEVICE_MEMBER void begin(const Weight &w, long long n, int rows) {
+        clear();
+        load(w, n, rows, 0);
+    }
 
     DEVICE_MEMBER void finish(const Weight &w, long long n, int rows, const A8Row &in, const float *x, float *y) {
         float acc[R];
@@ -239,7 +254,7 @@ template <int U, int R> struct WarpRows {
         for (int r = 0; r < R; r++) acc[r] = 0.0f;
         const int all = pieces(w);
         for (int piece = 0; piece < all; piece++) {
-            use(w, rows, piece, in, x, acc, [&] {
+            use(w, in, x, acc, [&] {
                 if (piece + 1 < all) load(w, n, rows, piece + 1);
             });
         }
@@ -290,14 +305,17 @@ DEVICE bool reads_bf16(const MatmulArgs &a) {
 // are multiplied with; finish() walks on, a grid's warps apart, with the next piece in flight, across units too.
 template <int U, int R> struct WarpUnits {
     WarpRows<U, R> rows;
-    RowUnit at;
-    int unit, units, stride;
+    RowUnit at;  // whose piece is in flight, or next to be
+    int unit, units, stride, piece, pieces;
 
     DEVICE_MEMBER void begin(const MatmulArgs &mm, int block, int blocks) {
         units = row_units(mm, R);
         unit = warp_id() * blocks + block;  // so that every block has its share of a last turn that is not full
         stride = blocks * warp_count();
         at = row_unit(mm, unit, R);
+        piece = 0;
+        pieces = rows.pieces(at.w);
+        rows.clear();
         if (unit < units) rows.load(at.w, at.n, at.rows, 0);
     }
 
@@ -306,29 +324,30 @@ template <int U, int R> struct WarpUnits {
         float acc[R];
 #pragma unroll
         for (int r = 0; r < R; r++) acc[r] = 0.0f;
-        int piece = 0;
         while (unit < units) {
             if (piece == 0) out.open(at);
-            const bool last = piece + 1 >= rows.pieces(at.w);
-            RowUnit next = at;
-            if (last) {
-                unit += stride;
-                if (unit < units) next = row_unit(mm, unit, R);
-            }
-            const int next_piece = last ? 0 : piece + 1;
-            rows.use(at.w, at.rows, piece, in, x, acc, [&] {
-                if (unit < units) rows.load(next.w, next.n, next.rows, next_piece);
+            const RowUnit now = at;
+            bool last = false;
+            rows.use(now.w, in, x, acc, [&] {
+                last = ++piece == pieces;
+                if (last) {
+                    piece = 0;
+                    unit += stride;
+                    if (unit < units) {
+                        at = row_unit(mm, unit, R);
+                        pieces = rows.pieces(at.w);
+                    }
+                }
+                if (unit < units) rows.load(at.w, at.n, at.rows, piece);
             });
             if (last) {
                 float y[R], mine = 0.0f;
-                rows.sums(at.w, acc, y);
+                rows.sums(now.w, acc, y);
 #pragma unroll
                 for (int r = 0; r < R; r++)
                     if (lane_id() == r) mine = y[r];
-                out.close(at, mine);
+                out.close(now, mine);
             }
-            at = next;
-            piece = next_piece;
         }
     }
 };
