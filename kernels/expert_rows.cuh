@@ -14,18 +14,17 @@ template <int U> struct InputGroups {
     float d[U];
     int bias[U];
 
-    // Groups first, first + 8, ...; written by another kernel. What lies past the row is left alone.
+    // Groups first, first + 8, ...; written by another kernel. Past the row it is the last group again, whose products
+    // nobody adds: what no branch surrounds, the compiler interleaves.
     DEVICE_MEMBER void load(const A8Row &in, int first, int groups) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int g = first + 8 * u;
-            if (g < groups) {
-                const uint4 *const q = (const uint4 *)(in.q + 32ll * g);
-                lo[u] = load_l2(q);
-                hi[u] = load_l2(q + 1);
-                d[u] = load_l2(in.d + g);
-                bias[u] = 0x4b400000 - 8 * load_l2(in.gsum + g);
-            }
+            const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
+            const uint4 *const q = (const uint4 *)in.q + 2 * g;
+            lo[u] = load_l2(q);
+            hi[u] = load_l2(q + 1);
+            d[u] = load_l2(in.d + g);
+            bias[u] = 0x4b400000 - 8 * load_l2(in.gsum + g);
         }
     }
 
@@ -100,7 +99,6 @@ template <int U, bool TREE> struct PairRing {
     DEVICE_MEMBER void pair(int turn, int j, const A8Row &in, InputGroups<U> &held, float *y) {
         const unsigned char *const codes = base + 2 * turn * bytes + j * groups * 16;
         const unsigned char *const scale = base + 2 * turn * bytes + (pairs * 16 + j * 2) * groups;
-        const int slot = lane_id() / 8;
         float acc[2] = {0.0f, 0.0f};
         for (int super = 0; super * 32 * U < groups; super++) {
             const int first = first_group(super);
@@ -108,25 +106,25 @@ template <int U, bool TREE> struct PairRing {
             float dot[2][U], ws[2][U];
 #pragma unroll
             for (int u = 0; u < U; u++) {
-                const int g = first + 8 * u;
-                if (g < groups) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        dot[i][u] = held.dot(u, *(const uint4 *)(codes + i * bytes + 16 * g));
-                        ws[i][u] = half_to_float(*(const unsigned short *)(scale + i * bytes + 2 * g)) * held.d[u];
-                    }
-                }
-            }
-#pragma unroll
-            for (int turns = 0; turns < (TREE ? 1 : 4); turns++) {
+                const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    if (TREE || slot == turns) {
+                    dot[i][u] = held.dot(u, *(const uint4 *)(codes + i * bytes + 16 * g));
+                    ws[i][u] = half_to_float(*(const unsigned short *)(scale + i * bytes + 2 * g)) * held.d[u];
+                }
+            }
+            // Turn t matters in slot t alone, which got its sums from slot t - 1; the others add to sums that nobody reads.
 #pragma unroll
-                        for (int u = 0; u < U; u++)
-                            if (first + 8 * u < groups) acc[i] = fma_f32(dot[i][u], ws[i][u], acc[i]);
-                    }
-                    if (!TREE) acc[i] = __shfl_sync(FULL_WARP, acc[i], (lane_id() + 24) & 31);  // from the slot before
+            for (int hand = 0; hand < (TREE ? 1 : 4); hand++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+#pragma unroll
+                    for (int u = 0; u < U; u++)
+                        if (first + 8 * u < groups) acc[i] = fma_f32(dot[i][u], ws[i][u], acc[i]);
+                }
+                if (!TREE) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) acc[i] = __shfl_sync(FULL_WARP, acc[i], (lane_id() + 24) & 31);
                 }
             }
         }

@@ -202,10 +202,10 @@ template <int U, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int bloc
     }
     if (!EXPERTS) wait_for_previous();
     start_next();
-    if (EXPERTS && a.ask_down) prefetch_down(a, choice.ids, block, blocks);
-    if (EXPERTS && block == 0) block_choice_weights(a.topk, 0, choice);
     InputGroups<U == 0 ? 1 : U> held;
     if (U > 0) held.load(in, ring.first_group(0), groups);
+    if (EXPERTS && a.ask_down) prefetch_down(a, choice.ids, block, blocks);
+    if (EXPERTS && block == 0) block_choice_weights(a.topk, 0, choice);
     int turn = 0, take = 0;
     for (int unit = block; unit < units; unit += blocks, turn ^= 1) {
         float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
@@ -307,86 +307,109 @@ DEVICE DownShared down_shared(unsigned char *base, int T, int rows, int groups) 
     return sh;
 }
 
-// `count` rows of expert `t`'s matrix from the tile, first row `quad` * 4: a slot of eight lanes to a row, each lane its
-// own chain. Up to DOWN_QUADS quads; acc: f32[DOWN_QUADS].
-DEVICE void down_quads(const DownShared &sh, const A8Row &in, int t, int quad, int quads, int rows, int groups, float *acc) {
-    const int slot = lane_id() / 8, l = lane_id() % 8;
-    const unsigned char *const codes = sh.codes + (t * rows + 4 * quad + slot) * groups * 16;
-    const unsigned short *const scale = (const unsigned short *)(sh.scale + t * sh.scale_bytes) + (4 * quad + slot) * groups;
+// What a warp does at a time: `have` quads of rows of expert t.
+struct DownItem {
+    int t, quad, have;
+    A8Row in;
+};
+
+// Adds the quads of an item, from the tile, to acc, f32[DOWN_QUADS]: a slot of eight lanes to a row, each lane its own
+// chain. `held` are the lane's first groups of the input.
+DEVICE void down_quads(const DownShared &sh, const DownItem &item, int rows, int groups, InputGroups<DOWN_GROUPS> &held,
+                       float *acc) {
+    const int l = lane_id() % 8, row = 4 * item.quad + lane_id() / 8;
+    const unsigned char *const codes = sh.codes + (item.t * rows + row) * groups * 16;
+    const unsigned short *const scale = (const unsigned short *)(sh.scale + item.t * sh.scale_bytes) + row * groups;
     for (int first = l; first < groups; first += 8 * DOWN_GROUPS) {
-        InputGroups<DOWN_GROUPS> held;
-        held.load(in, first, groups);
+        if (first != l) held.load(item.in, first, groups);
 #pragma unroll
         for (int i = 0; i < DOWN_QUADS; i++) {
-            if (i < quads) {
+            if (i < item.have) {
+                float dot[DOWN_GROUPS], ws[DOWN_GROUPS];
 #pragma unroll
                 for (int u = 0; u < DOWN_GROUPS; u++) {
-                    const int g = first + 8 * u;
-                    if (g < groups) {
-                        const float dot = held.dot(u, *(const uint4 *)(codes + (4 * i * groups + g) * 16));
-                        acc[i] = fma_f32(dot, half_to_float(scale[4 * i * groups + g]) * held.d[u], acc[i]);
-                    }
+                    const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
+                    dot[u] = held.dot(u, *(const uint4 *)(codes + (4 * i * groups + g) * 16));
+                    ws[u] = half_to_float(scale[4 * i * groups + g]) * held.d[u];
                 }
+#pragma unroll
+                for (int u = 0; u < DOWN_GROUPS; u++)
+                    if (first + 8 * u < groups) acc[i] = fma_f32(dot[u], ws[u], acc[i]);
             }
         }
     }
 }
 
 // A block takes `a.rows` neighbouring rows of every chosen expert: what the experts are follows from the logits, which
-// the kernel two before wrote, so their rows are on the way before h is made. A warp takes whole experts, or as many
-// rows of one as leave work for every warp; then each row is combined in rank order and added to x.
-DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
+// the kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats are read
+// where they lie). A warp takes whole experts, or as many rows of one as leave work for every warp; then each row is
+// combined in rank order and added to x.
+template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
     const int T = a.mm.T, rows = a.rows, groups = w.k / 32;
     const ChoiceShared choice = choice_shared(shared, a.topk.E, T);
     const DownShared sh = down_shared(shared + choice_shared_bytes(a.topk.E, T), T, rows, groups);
-    const bool staged = w.wtype == KESTREL_Q4LOCAL;
     const int quads = rows / 4;
     int each = T * quads / warp_count();  // quads that a warp takes of one expert at a time
     each = each < 1 ? 1 : each > DOWN_QUADS ? DOWN_QUADS : each;
-    const int parts = (quads + each - 1) / each;
+    const int parts = (quads + each - 1) / each, items = T * parts;
+    InputGroups<DOWN_GROUPS> held;
+    auto item_of = [&](int i) {
+        DownItem item;
+        item.t = i / parts;
+        item.quad = i % parts * each;
+        item.have = quads - item.quad < each ? quads - item.quad : each;
+        item.in = {a.mm.xq + (long long)item.t * w.k, a.mm.xd + item.t * groups, a.mm.gsum + item.t * groups};
+        if (STAGED) held.load(item.in, lane_id() % 8, groups);
+        return item;
+    };
     block_choose(a.topk.logits, a.topk.E, T, choice);
     bool waited = false;
     int n = block * rows;
     do {
         const int count = n >= w.n ? 0 : w.n - n < rows ? w.n - n : rows;
-        if (staged && count > 0) {
+        if (STAGED && count > 0) {
             for (int t = warp_id(); t < T; t += warp_count()) {
-                const long long row = (long long)choice.ids[t] * w.n + n;
-                copy_rows(sh.codes + t * rows * groups * 16, (const unsigned char *)w.codes + row * groups * 16,
-                          count * groups, sh.scale + t * sh.scale_bytes, w.scale + row * groups, count * groups, lane_id(),
-                          32);
+                const long long g = ((long long)choice.ids[t] * w.n + n) * groups;
+                copy_rows(sh.codes + t * rows * groups * 16, (const unsigned char *)w.codes + g * 16, count * groups,
+                          sh.scale + t * sh.scale_bytes, w.scale + g, count * groups, lane_id(), 32);
             }
         }
+        float weight = 0.0f;
         if (!waited) {
             wait_for_previous();
             start_next();
-            waited = true;
-            for (int t = threadIdx.x; t < T; t += blockDim.x) sh.weights[t] = load_l2(a.combine.weights + t);
+            if ((int)threadIdx.x < T) weight = load_l2(a.combine.weights + threadIdx.x);
         }
+        DownItem item = {};
+        if (warp_id() < items) item = item_of(warp_id());
         const float x = (int)threadIdx.x < count ? load_l2(a.add.x + n + threadIdx.x) : 0.0f;
         copy_wait_all();
         __syncthreads();
-        for (int item = warp_id(); item < T * parts; item += warp_count()) {
-            const int t = item / parts, quad = item % parts * each, have = quads - quad < each ? quads - quad : each;
-            const A8Row in = {a.mm.xq + (long long)t * w.k, a.mm.xd + t * groups, a.mm.gsum + t * groups};
+        for (int i = warp_id(); i < items; i += warp_count()) {
+            if (i != warp_id()) item = item_of(i);
             float acc[DOWN_QUADS] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (staged) {
-                down_quads(sh, in, t, quad, have, rows, groups, acc);
+            if (STAGED) {
+                down_quads(sh, item, rows, groups, held, acc);
             } else {
-                const InputRows<1> one = {{nullptr}, {in.q}, {in.d}, {in.gsum}};
+                const InputRows<1> one = {{nullptr}, {item.in.q}, {item.in.d}, {item.in.gsum}};
 #pragma unroll
-                for (int i = 0; i < DOWN_QUADS; i++) {
-                    const int row = 4 * (quad + i) + lane_id() / 8;
-                    if (i < have && row < count)
-                        weight_row<1, false>(w, (long long)choice.ids[t] * w.n + n + row, one, lane_id() % 8, acc + i);
+                for (int j = 0; j < DOWN_QUADS; j++) {
+                    const int row = 4 * (item.quad + j) + lane_id() / 8;
+                    if (j < item.have && row < count)
+                        weight_row<1, false>(w, (long long)choice.ids[item.t] * w.n + n + row, one, lane_id() % 8, acc + j);
                 }
             }
 #pragma unroll
-            for (int i = 0; i < DOWN_QUADS; i++) {
-                const float y = group_hsum8(acc[i]);
-                if (i < have && lane_id() % 8 == 0) sh.y[t * rows + 4 * (quad + i) + lane_id() / 8] = y;
+            for (int j = 0; j < DOWN_QUADS; j++) {
+                const float y = group_hsum8(acc[j]);
+                if (j < item.have && lane_id() % 8 == 0) sh.y[item.t * rows + 4 * (item.quad + j) + lane_id() / 8] = y;
             }
+        }
+        if (!waited) {  // not ahead of the rows: a store waits for its load
+            if ((int)threadIdx.x < T) sh.weights[threadIdx.x] = weight;
+            for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.weights[t] = load_l2(a.combine.weights + t);
+            waited = true;
         }
         __syncthreads();
         if ((int)threadIdx.x < count) {  // rows are no more than threads
@@ -404,5 +427,9 @@ DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char 
 // Dynamic shared: ChoiceShared, DownShared.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
-    moe_down(a, blockIdx.x, gridDim.x, shared);
+    moe_down<true>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_down_any)(const MoeDownArgs a) {
+    DYNAMIC_SHARED(shared);
+    moe_down<false>(a, blockIdx.x, gridDim.x, shared);
 }

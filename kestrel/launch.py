@@ -95,6 +95,7 @@ PROGRAMMATIC = frozenset(
         "k_norm_router",
         *GATE_UP_STAGES,
         "k_moe_down",
+        "k_moe_down_any",
         "k_matmul",
         "k_argmax",
         "k_feedback",
@@ -358,6 +359,7 @@ _FAST = {
             "k_norm_router",
             *GATE_UP_STAGES,
             "k_moe_down",
+            "k_moe_down_any",
         )
     },
 }

@@ -49,6 +49,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_moe_gate_up_u2_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_u4_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_down_fast, MoeDownArgs),
+        SIMT_KERNEL(k_moe_down_any_fast, MoeDownArgs),
     };
     return table;
 }

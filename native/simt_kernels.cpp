@@ -65,6 +65,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_moe_gate_up_u2, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_u4, GateUpArgs),
         SIMT_KERNEL(k_moe_down, MoeDownArgs),
+        SIMT_KERNEL(k_moe_down_any, MoeDownArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide, AttentionStageArgs),
         SIMT_KERNEL(k_attn_merge, AttentionStageArgs),

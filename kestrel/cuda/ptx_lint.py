@@ -45,6 +45,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_norm_router": frozenset({"f32"}),
     **{name: frozenset({"f32", "f64"}) for name in GATE_UP_STAGES},
     "k_moe_down": frozenset({"f32"}),
+    "k_moe_down_any": frozenset({"f32"}),
     "k_attn_stage": frozenset({"f32", "f64"}),
     "k_attn_stage_wide": frozenset({"f32", "f64"}),
     "k_attn_merge": frozenset({"f32", "f64"}),

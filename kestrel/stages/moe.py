@@ -10,7 +10,7 @@ from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
-RING_DEPTH = 2  # times four groups of copies: what a thread can tell apart (copy_wait)
+RING_DEPTH = 2  # times four groups of copies, all of which copy_wait can leave open but one
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
@@ -97,7 +97,8 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
     if shared > t.shared_limit - STATIC_SHARED:
         return None
     args = MoeDownArgs(mm, combine, add, topk, rows=rows)
-    return Launch("k_moe_down", (ceil(n, rows), 1, 1), (32 * t.down_warps, 1, 1), shared, args)
+    name = "k_moe_down" if _q4local(mm) else "k_moe_down_any"
+    return Launch(name, (ceil(n, rows), 1, 1), (32 * t.down_warps, 1, 1), shared, args)
 
 
 MOE_OPS = (
