@@ -40,7 +40,7 @@ DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
 
 DEVICE float two_steps(unsigned weights, const float *x, float acc) {
     acc = fma_f32(f32_from_bits(weights << 16), x[0], acc);
-    return fma_f32(f32_from_bits(weights & 0xffff0000u), x[8], acc);
+    return fma_f32(f32_from_bits(weights & 0xffff0000u), x[1], acc);
 }
 
 // Logits of up to four rows, first row `first`, from the tile.
@@ -68,19 +68,32 @@ DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4
     const uint4 *const w = tile + ((slot < rows ? slot : 0) * 8 + l) * pitch;
     float acc = 0.0f;
     x += l;
+    // One fma waits for the one before it: the next eight terms are asked for ahead of these. k is a multiple of 32.
+    const int last = k >= 64 ? k / 64 - 1 : 0;
+    uint4 c = w[0];
+    float terms[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) terms[j] = j < 4 || k >= 64 ? x[8 * j] : 0.0f;
 #pragma unroll 4
     for (int unit = 0; unit < k / 64; unit++) {
-        const uint4 c = w[unit];
-        acc = two_steps(c.x, x, acc);
-        acc = two_steps(c.y, x + 16, acc);
-        acc = two_steps(c.z, x + 32, acc);
-        acc = two_steps(c.w, x + 48, acc);
-        x += 64;
+        const int next = unit < last ? unit + 1 : last;
+        const uint4 next_c = w[next];
+        float next_terms[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) next_terms[j] = x[64 * next + 8 * j];
+        acc = two_steps(c.x, terms, acc);
+        acc = two_steps(c.y, terms + 2, acc);
+        acc = two_steps(c.z, terms + 4, acc);
+        acc = two_steps(c.w, terms + 6, acc);
+        c = next_c;
+#pragma unroll
+        for (int j = 0; j < 8; j++) terms[j] = next_terms[j];
     }
-    if (k % 64 != 0) {  // k is a multiple of 32
-        const uint4 c = w[k / 64];
-        acc = two_steps(c.x, x, acc);
-        acc = two_steps(c.y, x + 16, acc);
+    if (k % 64 != 0) {
+        c = w[k / 64];
+        for (int j = 0; j < 4; j++) terms[j] = x[k / 64 * 64 + 8 * j];
+        acc = two_steps(c.x, terms, acc);
+        acc = two_steps(c.y, terms + 2, acc);
     }
     const float y = group_hsum8(acc);
     if (slot < rows && l == 0) mm.y[first + slot] = y;
