@@ -9,11 +9,13 @@
 #define UNIT_WARPS (UNIT_THREADS / 32)
 #define UNIT_HEADS 8                // query heads of a unit, at most
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
+#define UNIT_PITCH (CHUNK + 4)      // f32 of a head's positions: spreads the heads over the banks
+#define UNIT_STEP 16                // the chains take so many positions at a time: rows end in idle ones up to that
 #define ROW_LANES 16                // lanes that make one row
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
-    float *s;              // f32[CHUNK, HS]: scores, then exponentials p
+    float *s;              // f32[HS, UNIT_PITCH]: scores, then exponentials p
     float *squares;        // f32[UNIT_ROWS, hd + 4]
     float *angle;          // f32[hd]: cosines, then sines
     float *ks;             // f32[CHUNK]
@@ -26,14 +28,14 @@ struct UnitShared {
     signed char *v8;       // i8[CHUNK, pitch], pitch the largest hd of the kernel
     signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
     // Where K was, once the scores are made:
-    float *w;              // f32[CHUNK, HS]: p * vs
-    float *c;              // f32[CHUNK, HS]: rescale factor, 1 where the maximum did not move
+    float *w;              // f32[HS, UNIT_PITCH]: p * vs
+    float *c;              // f32[HS, UNIT_PITCH]: rescale factor, 1 where the maximum did not move
 };
 
 DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     UnitShared sh;
     sh.s = (float *)base;
-    sh.squares = sh.s + CHUNK * UNIT_HEADS;
+    sh.squares = sh.s + UNIT_PITCH * UNIT_HEADS;
     sh.angle = sh.squares + UNIT_ROWS * (hd + 4);
     sh.ks = sh.angle + hd;
     sh.qs = sh.ks + CHUNK;
@@ -45,7 +47,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     sh.v8 = sh.new_row + 2 * hd;
     sh.k8 = sh.v8 + CHUNK * pitch;
     sh.w = (float *)sh.k8;
-    sh.c = sh.w + CHUNK * UNIT_HEADS;
+    sh.c = sh.w + UNIT_PITCH * UNIT_HEADS;
     return sh;
 }
 
@@ -77,6 +79,10 @@ DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, 
         copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + (long long)t * a.nkv * a.hd);
         copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + start + (long long)t * a.nkv * a.hd);
     }
+    // Idle positions behind the new one: V of +0 there.
+    const int idle = cached + 1 + first;
+    if (first < rows && idle < (cached + UNIT_STEP) / UNIT_STEP * UNIT_STEP && idle < CHUNK)
+        *(uint4 *)(sh.v8 + idle * pitch + 16 * at) = make_uint4(0, 0, 0, 0);
 }
 
 // The norm weights of the row that this lane's group of sixteen makes: asked for before the stage's wait. PAIRS: pairs
@@ -271,25 +277,9 @@ template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, i
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
-                if (j < HS && t < count) sh.s[t * HS + j] = (float)dots[i] * (sh.qs[j] * sh.ks[t]);
+                if (j < HS && t < count) sh.s[j * UNIT_PITCH + t] = (float)dots[i] * (sh.qs[j] * sh.ks[t]);
             }
         }
-    }
-}
-
-// HS neighbouring floats of shared memory, aligned to their size.
-template <int HS> DEVICE void load_heads(const float *p, float *v) {
-    if (HS % 4 == 0) {
-#pragma unroll
-        for (int j = 0; j < HS / 4; j++) {
-            const float4 four = ((const float4 *)p)[j];
-            v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
-        }
-    } else if (HS == 2) {
-        const float2 two = *(const float2 *)p;
-        v[0] = two.x, v[1] = two.y;
-    } else {
-        v[0] = *p;
     }
 }
 
@@ -303,7 +293,7 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
         float run[TURN];
 #pragma unroll
         for (int j = 0; j < TURN; j++) {
-            run[j] = t < count && j0 + j < HS ? sh.s[t * HS + j0 + j] : MINUS_INFINITY;
+            run[j] = t < count && j0 + j < HS ? sh.s[(j0 + j) * UNIT_PITCH + t] : MINUS_INFINITY;
             run[j] = run[j] > MINUS_INFINITY ? run[j] : MINUS_INFINITY;  // the rule s > m is false for NaN
         }
 #if KESTREL_FAST
@@ -324,7 +314,7 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
 #pragma unroll
         for (int j = 0; j < TURN; j++) {  // of the positions before t, in this warp; for this thread, behind the barrier
             const float before = __shfl_up_sync(FULL_WARP, run[j], 1);
-            if (j0 + j < HS) sh.c[t * HS + j0 + j] = lane == 0 ? MINUS_INFINITY : before;
+            if (j0 + j < HS) sh.c[(j0 + j) * UNIT_PITCH + t] = lane == 0 ? MINUS_INFINITY : before;
         }
 #endif
 #pragma unroll
@@ -338,7 +328,7 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
 #pragma unroll
         for (int j = 0; j < TURN; j++) {
             if (j0 + j >= HS) continue;
-            const int at = t * HS + j0 + j;
+            const int at = (j0 + j) * UNIT_PITCH + t;
             const float s = t < count ? sh.s[at] : MINUS_INFINITY;
 #if KESTREL_FAST
             float m = sh.totals[j0 + j];
@@ -358,174 +348,160 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             any = any || moved;
             sh.c[at] = c;
 #endif
-            const float p = exp_form(s - m);
+            // -0 changes no sum, of whatever sign.
+            const float p = t < count ? exp_form(s - m) : -0.0f;
             sh.s[at] = p;
-            sh.w[at] = p * vs;
+            sh.w[at] = t < count ? p * vs : -0.0f;
         }
     }
     const unsigned bits = __ballot_sync(FULL_WARP, any);
     if (lane == 0) sh.moved[warp_id()] = bits;
 }
 
-// What a few neighbouring positions add to an element: V, in rows of PITCH, and the weights of every head.
-template <int HS, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = HS == 1 ? 8 : HS == 2 ? 4 : 2;  // more would cost registers that spill
-    float x[SIZE];
-    float w[SIZE][HS];
+// What SIZE neighbouring positions add to an element: V, in rows of PITCH, and the weights of HPT heads.
+template <int HPT, int PITCH> struct ValueGroup {
+    static constexpr int SIZE = HPT == 1 ? 8 : 4;
+    int x[SIZE];
+    float w[HPT][SIZE];
 
-    // v: the element at the first of the positions, i8; weights: f32[SIZE, HS]
+    // v: the element at the first of the positions, i8; weights: f32[HPT, UNIT_PITCH] there
     DEVICE_MEMBER void load(const signed char *v, const float *weights) {
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) x[i] = (float)v[i * PITCH];
-        if (HS == 1) {
+        for (int i = 0; i < SIZE; i++) x[i] = v[i * PITCH];
 #pragma unroll
-            for (int i = 0; i < SIZE; i += 4) load_heads<4>(weights + i, &w[0][0] + i);
+        for (int j = 0; j < HPT; j++) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i += 4) load_four(weights + j * UNIT_PITCH + i, w[j] + i);
+        }
+    }
+
+    // acc[j] = fma(w, v, acc[j]) in order; acc * c before it, if any maximum moved here: bits, one a position. c is 1
+    // where the maximum of a head did not move, which changes nothing.
+    DEVICE_MEMBER void add(unsigned bits, const float *factors, float *acc) const {
+        if (bits == 0u) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+#pragma unroll
+                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], (float)x[i], acc[j]);
+            }
         } else {
 #pragma unroll
-            for (int i = 0; i < SIZE; i++) load_heads<HS>(weights + i * HS, w[i]);
+            for (int i = 0; i < SIZE; i++) {
+#pragma unroll
+                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], (float)x[i], acc[j] * factors[j * UNIT_PITCH + i]);
+            }
         }
+    }
+
+    DEVICE_MEMBER static void load_four(const float *p, float *to) {
+        const float4 four = *(const float4 *)p;
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     }
 };
 
-// acc[j] of one element over positions begin .. end - 1, in order: fma(w, v, acc), acc * c before it where the maximum
-// of a head moved (c is 1 for the other heads, which changes nothing). begin is a multiple of 8. v: i8[CHUNK, PITCH] at
-// the element. The next group is read behind the chain of this one.
-template <int HS, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, const signed char *v, int begin, int end, float *acc) {
-    constexpr int SIZE = ValueGroup<HS, PITCH>::SIZE;
+// acc[j] of one element of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of UNIT_STEP.
+// Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the arrays of
+// the chunk is read, too, and not used.
+template <int HPT, int PITCH>
+DEVICE void unit_values(const UnitShared &sh, int element, int j0, int begin, int end, float *acc) {
+    constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE;
+    const signed char *v = sh.v8 + element + begin * PITCH;
+    const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
 #pragma unroll
-    for (int j = 0; j < HS; j++) acc[j] = 0.0f;
-    const int whole = begin + (end - begin) / SIZE * SIZE;
-    ValueGroup<HS, PITCH> now, next;
-    if (begin < whole) now.load(v + begin * PITCH, sh.w + begin * HS);
-    next = now;
+    for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
+    ValueGroup<HPT, PITCH> even, odd;
+    even.load(v, w);
 #pragma unroll 1
-    for (int t0 = begin; t0 < whole; t0 += SIZE) {
-        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & ((1u << SIZE) - 1u);
-        if (t0 + SIZE < whole) next.load(v + (t0 + SIZE) * PITCH, sh.w + (t0 + SIZE) * HS);
-        if (bits == 0u) {
-#pragma unroll
-            for (int i = 0; i < SIZE; i++) {
-#pragma unroll
-                for (int j = 0; j < HS; j++) acc[j] = fma_f32(now.w[i][j], now.x[i], acc[j]);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < SIZE; i++) {
-                float c[HS];
-                load_heads<HS>(sh.c + (t0 + i) * HS, c);
-#pragma unroll
-                for (int j = 0; j < HS; j++) acc[j] = fma_f32(now.w[i][j], now.x[i], acc[j] * c[j]);
-            }
-        }
-        now = next;
-    }
-#pragma unroll 1
-    for (int t = whole; t < end; t++) {
-        const bool moved = sh.moved[t / 32] >> (t % 32) & 1u;
-#pragma unroll
-        for (int j = 0; j < HS; j++) {
-            const float left = moved ? acc[j] * sh.c[t * HS + j] : acc[j];
-            acc[j] = fma_f32(sh.w[t * HS + j], (float)v[t * PITCH], left);
-        }
+    for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
+        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32);
+        odd.load(v + SIZE * PITCH, w + SIZE);
+        even.add(bits & ((1u << SIZE) - 1u), c, acc);
+        v += 2 * SIZE * PITCH;
+        w += 2 * SIZE;
+        even.load(v, w);
+        odd.add(bits >> SIZE & ((1u << SIZE) - 1u), c + SIZE, acc);
+        c += 2 * SIZE;
     }
 }
 
-// The sum of exponentials of one head, in order. p, c: f32[CHUNK, HS] at the head.
-DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int HS, int count) {
-    float l = 0.0f, now[8], next[8];
-    const int whole = count / 8 * 8;
-    if (whole > 0) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) now[i] = p[i * HS];
-    }
+// The sum of exponentials of one head over `end` positions, in order. p, c: f32[UNIT_PITCH] of the head.
+DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int end) {
+    float l = 0.0f;
 #pragma unroll 1
-    for (int t0 = 0; t0 < whole; t0 += 8) {
-        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & 0xffu;
-        if (t0 + 8 < whole) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) next[i] = p[(t0 + 8 + i) * HS];
-        }
+    for (int t0 = 0; t0 < end; t0 += UNIT_STEP) {
+        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & 0xffffu;
         if (bits == 0u) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) l += now[i];
+            l = ordered_sum(p + t0, UNIT_STEP, l);
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                l *= c[(t0 + i) * HS];  // 1 where the maximum did not move
-                l += now[i];
+            for (int i = 0; i < UNIT_STEP; i++) {
+                l *= c[t0 + i];  // 1 where the maximum did not move
+                l += p[t0 + i];
             }
         }
-#pragma unroll
-        for (int i = 0; i < 8; i++) now[i] = next[i];
-    }
-#pragma unroll 1
-    for (int t = whole; t < count; t++) {
-        if (sh.moved[t / 32] >> (t % 32) & 1u) l *= c[t * HS];
-        l += p[t * HS];
     }
     return l;
 }
 
-template <int HS, int PITCH>
-DEVICE void unit_element_of(const UnitShared &sh, int element, int begin, int end, float *to, int pitch, int heads) {
-    float acc[HS];
-    unit_values<HS, PITCH>(sh, sh.v8 + element, begin, end, acc);
+// One element of HPT heads to to[j * pitch], heads past `heads` left out.
+template <int HPT, int PITCH>
+DEVICE void unit_element(const UnitShared &sh, int element, int j0, int begin, int end, float *to, int pitch, int heads) {
+    float acc[HPT];
+    unit_values<HPT, PITCH>(sh, element, j0, begin, end, acc);
 #pragma unroll
-    for (int j = 0; j < HS; j++) {
-        if (j < heads) *to = acc[j];
+    for (int j = 0; j < HPT; j++) {
+        if (j0 + j < heads) *to = acc[j];
         to += pitch;
     }
 }
 
-// One element of every head over positions begin .. end - 1, to to[j * pitch].
+// The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
+// one is the thread-th: a thread to an element of as few heads as leave work for all.
 template <int PITCH>
-DEVICE void unit_element(const UnitShared &sh, int HS, int element, int begin, int end, float *to, int pitch, int heads) {
-    if (HS == 1)
-        unit_element_of<1, PITCH>(sh, element, begin, end, to, pitch, heads);
-    else if (HS == 2)
-        unit_element_of<2, PITCH>(sh, element, begin, end, to, pitch, heads);
-    else if (HS == 4)
-        unit_element_of<4, PITCH>(sh, element, begin, end, to, pitch, heads);
-    else
-        unit_element_of<8, PITCH>(sh, element, begin, end, to, pitch, heads);
+DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, float *to, int pitch, int heads, int thread,
+                          int threads) {
+    const int most = threads / hd > 0 ? threads / hd : 1, each = HS <= most ? 1 : HS <= 2 * most ? 2 : 4;  // heads of a thread
+#pragma unroll 1
+    for (int item = thread; item < HS / each * hd; item += threads) {
+        const int j0 = item / hd * each, element = item % hd;
+        float *const at = to + j0 * pitch + element;
+        if (each == 1)
+            unit_element<1, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+        else if (each == 2)
+            unit_element<2, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+        else
+            unit_element<4, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+    }
 }
 
 // The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
 template <int PITCH>
 DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int chunk, int count) {
     float *const states = partial_state(a, chunk, 0, u.h0);  // f32[heads, hd + 4]
-    const int hd = a.hd, pitch = hd + 4;
+    const int hd = a.hd, pitch = hd + 4, end = (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP;
 #if KESTREL_FAST
-    if (2 * hd <= UNIT_THREADS) {  // two halves of the positions side by side, in the place of c
-        const int part = threadIdx.x / hd, element = threadIdx.x - part * hd, cut = count / 16 * 8;
-        if (part < 2)
-            unit_element<PITCH>(sh, HS, element, part * cut, part == 0 ? cut : count, sh.c + part * HS * hd + element, hd, HS);
+    if (HS * hd <= UNIT_THREADS / 2) {  // too few elements for the block: two halves of the positions, in the place of c
+        const int half = UNIT_THREADS / 2, part = threadIdx.x / half, cut = end / (2 * UNIT_STEP) * UNIT_STEP;
+        unit_elements<PITCH>(sh, HS, hd, part * cut, part == 0 ? cut : end, sh.c + part * half, hd, HS, threadIdx.x % half, half);
         __syncthreads();
-#pragma unroll 1
         for (int i = threadIdx.x; i < u.heads * hd; i += UNIT_THREADS)
-            states[i / hd * pitch + i % hd] = sh.c[i] + sh.c[HS * hd + i];
+            states[i / hd * pitch + i % hd] = sh.c[i] + sh.c[half + i];
     } else {
-    #pragma unroll 1
-    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) unit_element<PITCH>(sh, HS, e, 0, count, states + e, pitch, u.heads);
+        unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     }
-#pragma unroll 1
     for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
         float l = 0.0f;
-#pragma unroll 1
-        for (int t = lane_id(); t < count; t += 32) l += sh.s[t * HS + j];
+        for (int t = lane_id(); t < count; t += 32) l += sh.s[j * UNIT_PITCH + t];
         l = warp_sum_f32(l);
         if (lane_id() == 0) states[j * pitch + hd + 1] = l;
     }
 #else
-#pragma unroll 1
-    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) unit_element<PITCH>(sh, HS, e, 0, count, states + e, pitch, u.heads);
+    unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
-    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, sh.s + j, sh.c + j, HS, count);
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, sh.s + j * UNIT_PITCH, sh.c + j * UNIT_PITCH, end);
 #endif
     if ((int)threadIdx.x < u.heads) {
         float m = MINUS_INFINITY;
-#pragma unroll 1
         for (int v = 0; v < UNIT_WARPS; v++) {
             const float other = sh.totals[v * HS + threadIdx.x];
             m = m > other ? m : other;

@@ -176,9 +176,10 @@ def norm_shared_bytes(d: int) -> int:
 def attention_stage_shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of the attention stage (``UnitShared``)."""
     heads, warps = 8, CHUNK // 32
-    floats = CHUNK * heads + (heads + 2) * (head_dim + 4) + head_dim + CHUNK
+    positions = CHUNK + 4  # UNIT_PITCH
+    floats = positions * heads + (heads + 2) * (head_dim + 4) + head_dim + CHUNK
     floats += heads + 4 + warps * heads + warps
-    keys = max(CHUNK * head_dim, 4 * 2 * CHUNK * heads)  # w and c take their place
+    keys = max(CHUNK * head_dim, 4 * 2 * positions * heads)  # w and c take their place
     values = CHUNK * (128 if head_dim <= 128 else 256)
     return 4 * floats + (heads + 2) * head_dim + values + keys
 
