@@ -91,62 +91,73 @@ KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const Attenti
     attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
 }
 
-#define MERGE_CHUNKS 16  // chunks whose values a thread has in flight
+#define MERGE_CHUNKS 64  // chunks whose states a block has in shared memory
 
-// out[h] = merge of the chunks of head h, and its a8 where the head is made of groups. A thread to an element; every
-// warp works out the factors for itself, a lane to a chunk.
-DEVICE void merge_head(const AttentionStageArgs &st, int h, int chunks) {
+// out[h] = merge of the chunks of head h, and its a8 where the head is made of groups. The states travel all at once;
+// the first warp works out the factors, a lane to a chunk; then a thread to an element. Shared: f32[MERGE_CHUNKS, 4],
+// f32[MERGE_CHUNKS, hd + 4].
+DEVICE void merge_head(const AttentionStageArgs &st, unsigned char *shared, int h, int chunks) {
     const AttentionArgs &a = st.attn;
-    const long long stride = (long long)a.nh * (a.hd + 4);  // floats from chunk to chunk
-    const float *const states = partial_state(a, 0, 0, h);
-    const int lane = lane_id();
-    for (int first = threadIdx.x - lane; first < a.hd; first += blockDim.x) {  // whole warps
-        const int element = first + lane;
-        const bool real = element < a.hd;
-        float acc = 0.0f, l = 0.0f, m = MINUS_INFINITY;
-        for (int c0 = 0; c0 < chunks; c0 += 32) {
-            // Lane c: maximum and sum of chunk c0 + c, the maximum merged up to it, the factors of its merge.
-            float right_m = MINUS_INFINITY, right_l = 0.0f;
-            if (c0 + lane < chunks) {
-                const float *const state = states + (c0 + lane) * stride;
-                right_m = load_l2(state + a.hd);
-                right_l = load_l2(state + a.hd + 1);
-            }
-            float value[MERGE_CHUNKS];
-#pragma unroll
-            for (int i = 0; i < MERGE_CHUNKS; i++)
-                if (real && c0 + i < chunks) value[i] = load_l2(states + (c0 + i) * stride + element);
-            float merged = right_m > m ? right_m : m;
-            for (int step = 1; step < 32; step <<= 1) {
-                const float left = __shfl_up_sync(FULL_WARP, merged, step);
-                if (lane >= step) merged = merged > left ? merged : left;
-            }
-            float before = __shfl_up_sync(FULL_WARP, merged, 1);
-            if (lane == 0) before = m;
-            const float factor_left = exp_form(before - merged), factor_right = exp_form(right_m - merged);
-            m = __shfl_sync(FULL_WARP, merged, 31);
-            const int count = chunks - c0 < 32 ? chunks - c0 : 32;
+    const int pitch = a.hd + 4, lane = lane_id();
+    float4 *const factors = (float4 *)shared;  // of the merged chunks and of the one that comes, its sum, unused
+    float *const states = (float *)(factors + MERGE_CHUNKS);
+    const float *const source = partial_state(a, 0, 0, h);
+    const long long stride = (long long)a.nh * pitch;  // floats from chunk to chunk
+    float acc[2] = {0.0f, 0.0f}, l = 0.0f, m = MINUS_INFINITY;  // of elements threadIdx.x and threadIdx.x + blockDim.x
 #pragma unroll 1
-            for (int b0 = 0; b0 < count; b0 += MERGE_CHUNKS) {
-                if (b0 > 0) {
-#pragma unroll
-                    for (int i = 0; i < MERGE_CHUNKS; i++)
-                        if (real && b0 + i < count) value[i] = load_l2(states + (c0 + b0 + i) * stride + element);
+    for (int c0 = 0; c0 < chunks; c0 += MERGE_CHUNKS) {
+        const int count = chunks - c0 < MERGE_CHUNKS ? chunks - c0 : MERGE_CHUNKS;
+        const int units = pitch / 4;  // of 16 bytes
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * units; i += blockDim.x)
+            copy_async_16(states + 4 * i, source + (c0 + i / units) * stride + i % units * 4);
+        copy_wait_all();
+        __syncthreads();
+        if (warp_id() == 0) {
+            for (int b0 = 0; b0 < count; b0 += 32) {
+                const int c = b0 + lane;
+                const float *const state = states + c * pitch + a.hd;
+                const float right = c < count ? state[0] : MINUS_INFINITY;
+                float merged = right > m ? right : m;
+                for (int step = 1; step < 32; step <<= 1) {
+                    const float left = __shfl_up_sync(FULL_WARP, merged, step);
+                    if (lane >= step) merged = merged > left ? merged : left;
                 }
-#pragma unroll
-                for (int i = 0; i < MERGE_CHUNKS; i++) {
-                    const int c = b0 + i;
-                    if (c < count) {
-                        const float fa = __shfl_sync(FULL_WARP, factor_left, c), fb = __shfl_sync(FULL_WARP, factor_right, c);
-                        const float sum = __shfl_sync(FULL_WARP, right_l, c);
-                        const bool start = c0 + c == 0;
-                        l = start ? sum : merge_one(l, sum, fa, fb);
-                        acc = start ? value[i] : merge_one(acc, value[i], fa, fb);
-                    }
-                }
+                float before = __shfl_up_sync(FULL_WARP, merged, 1);
+                if (lane == 0) before = m;
+                if (c < count)
+                    factors[c] = make_float4(exp_form(before - merged), exp_form(right - merged), state[1], 0.0f);
+                m = __shfl_sync(FULL_WARP, merged, 31);
             }
         }
-        const float out = real ? acc / l : 0.0f;
+        __syncthreads();
+        int first = 0;
+        if (c0 == 0) {  // the first chunk is taken as it is
+            first = 1;
+            l = factors[0].z;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int element = threadIdx.x + i * blockDim.x;
+                if (element < a.hd) acc[i] = states[element];
+            }
+        }
+#pragma unroll 4
+        for (int c = first; c < count; c++) {
+            const float4 f = factors[c];
+            l = merge_one(l, f.z, f.x, f.y);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int element = threadIdx.x + i * blockDim.x;
+                if (element < a.hd) acc[i] = merge_one(acc[i], states[c * pitch + element], f.x, f.y);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int element = threadIdx.x + i * blockDim.x, first = element - lane;
+        if (first >= a.hd) break;  // whole warps
+        const bool real = element < a.hd;
+        const float out = real ? acc[i] / l : 0.0f;
         if (real) a.out[(long long)h * a.hd + element] = out;
         if (st.has_a8) {  // hd is a multiple of 32: a warp is a group
             const A8Scale scale = a8_scale(group_max_u32(f32_bits(out) & 0x7fffffffu, 32));
@@ -161,11 +172,13 @@ DEVICE void merge_head(const AttentionStageArgs &st, int h, int chunks) {
     }
 }
 
-// Grid: any number of blocks, one for each head at best; 128 threads or any multiple of 32.
+// Grid: any number of blocks, one for each head at best. Threads: a multiple of 32, at least hd / 2. Dynamic shared: as
+// for merge_head.
 KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
     touch_exp_table();
     const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
     wait_for_previous();
     start_next();
-    for (int h = blockIdx.x; h < a.attn.nh; h += gridDim.x) merge_head(a, h, chunks);
+    for (int h = blockIdx.x; h < a.attn.nh; h += gridDim.x) merge_head(a, shared, h, chunks);
 }

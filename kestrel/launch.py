@@ -60,7 +60,7 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
-    merge_threads: int = 128
+    merge_threads: int = 256  # at least half a head
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -182,6 +182,12 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     keys = max(CHUNK * head_dim, 4 * 2 * positions * heads)  # w and c take their place
     values = CHUNK * (128 if head_dim <= 128 else 256)
     return 4 * floats + (heads + 2) * head_dim + values + keys
+
+
+def attention_merge_shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of a block that merges the chunks of a head (``merge_head``)."""
+    chunks = 64
+    return 4 * chunks * (4 + head_dim + 4)
 
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:

@@ -57,3 +57,30 @@ def kernel_table(engine: Engine, depth: int) -> list[list[Any]]:
     table.append(["sum of the parts", "", len(program.whole.main), "", f"{listed:.1f}", ""])
     table.append(["whole step, one graph", "", "", "", f"{whole:.1f}", ""])
     return table
+
+
+def pair_table(engine: Engine, depth: int) -> list[list[Any]]:
+    """What neighbours cost each other: each two kernels that follow one another in every layer, replayed in
+    turn, against the sum of their times alone. The first row names the columns.
+    """
+    model = engine.decode_model
+    backend: Any = model.backend
+    model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
+    main = model.step(1, 1).program.whole.main
+    names = [item.launch.kernel for item in main]
+    pairs: dict[tuple[str, str], list[PreparedLaunch]] = {}
+    for first, second in itertools.pairwise(main):
+        pairs.setdefault((first.launch.kernel, second.launch.kernel), []).extend((first, second))
+    alone = {
+        name: replay_microseconds(backend, [item for item in main if item.launch.kernel == name])
+        / names.count(name)
+        for name in dict.fromkeys(names)
+    }
+    table: list[list[Any]] = [["first", "second", "us alone, both", "us in turn", "more"]]
+    for (first, second), launches in pairs.items():
+        if len(launches) < 4:
+            continue
+        in_turn = replay_microseconds(backend, launches) * 2 / len(launches)
+        both = alone[first] + alone[second]
+        table.append([first, second, f"{both:.2f}", f"{in_turn:.2f}", f"{in_turn - both:.2f}"])
+    return table

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from bench.gpu.context import markdown_table
-from bench.gpu.profile import kernel_table
+from bench.gpu.profile import kernel_table, pair_table
 from bench.gpu.synthetic import DeviceWeights, make_weights, qwen3_30b_a3b
 from kestrel.engine import Engine
 from kestrel.launch import Tuning
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--depth", type=int, default=1024)
     parser.add_argument("--mode", default="l2exact")
+    parser.add_argument("--pairs", action="store_true", help="also what neighbouring kernels cost each other")
     parser.add_argument("variants", nargs="*", metavar="NAME=VALUE,...")
     given = parser.parse_args()
     config = qwen3_30b_a3b(given.layers)
@@ -47,6 +48,9 @@ def main() -> None:
         engine = Engine(config, weights, backend, context=given.depth + 64)
         table = kernel_table(engine, given.depth)
         columns[name] = {row[0]: row[3] or row[4] for row in table[1:]}
+        if given.pairs:
+            print(name)
+            print(markdown_table(*((rows := pair_table(engine, given.depth))[:1] + [rows[1:]])))
         del engine
         backend.present = {}
         backend.close()

@@ -11,12 +11,13 @@ from kestrel.launch import (
     STATIC_SHARED,
     Launch,
     Tuning,
+    attention_merge_shared_bytes,
     attention_stage_shared_bytes,
     check_head_dim,
 )
 from kestrel.ops import Op
 from kestrel.stages.args import AttentionStageArgs
-from kestrel.stages.stage import Stage, names, written
+from kestrel.stages.stage import Stage, ceil, names, written
 
 
 def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
@@ -53,10 +54,17 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
             return None
         return int((args.normed if i < norms else args.roped) + address - q)
 
+    merge_threads = max(t.merge_threads, 32 * ceil(attn.hd, 64))
     kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
     found = [
         Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args),
-        Launch("k_attn_merge", (attn.nh, 1, 1), (t.merge_threads, 1, 1), 0, args),
+        Launch(
+            "k_attn_merge",
+            (attn.nh, 1, 1),
+            (merge_threads, 1, 1),
+            attention_merge_shared_bytes(attn.hd),
+            args,
+        ),
     ]
     stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
     # q and k stay as the matmul left them: the stage works on copies.
