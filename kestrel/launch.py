@@ -70,7 +70,7 @@ class Tuning:
     head_blocks: int = 2  # of the head, on a multiprocessor
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
-    gate_up_blocks: int = 1  # on a multiprocessor
+    gate_up_blocks: int = 2  # on a multiprocessor
     gate_up_depth: int = 2  # units that a block has in flight, at most 2
     ask_down: int = 0  # 1: gate and up ask L2 for the chosen experts' down rows
     down_warps: int = 8
@@ -78,6 +78,7 @@ class Tuning:
     row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
+    shared_carveout: int = 72  # percent of L1 to be shared memory; -1: as each kernel needs
     programmatic: int = 1  # 0: a kernel begins when the one before it has ended
     hash_beside: int = 2  # launches that hashes should have to run beside
 

@@ -93,10 +93,12 @@ class PreparedPlan:
 class Kernels:
     """The loaded modules of one device, and their functions by name."""
 
-    def __init__(self, cupy: Any, architecture: str, *, fast: bool) -> None:
+    def __init__(self, cupy: Any, architecture: str, *, fast: bool, carveout: int) -> None:
+        """``carveout``: percent of a multiprocessor's L1 that all kernels ask for as shared memory."""
         from cuda.bindings import driver
 
         self._driver = driver
+        self._carveout = carveout
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, Any]] = {}
         wanted = nvrtc.units(kernel_sources(), exact=True, fast=fast)
@@ -116,6 +118,10 @@ class Kernels:
             if name not in self._modules:
                 raise BackendError(f"there is no kernel {name}; known are {', '.join(self.names)}")
             kernel = self._modules[name].get_function(name)
+            # One split for all stages: a multiprocessor changes it only when it is empty, so kernels with
+            # different splits never run side by side there. The head would miss its L1.
+            if not name.startswith("k_head"):
+                kernel.preferred_shared_memory_carveout = self._carveout
             self._functions[name] = (kernel, self._driver.CUfunction(kernel.kernel.ptr))
         kernel, handle = self._functions[name]
         if shared_bytes > kernel.max_dynamic_shared_size_bytes:
@@ -227,7 +233,12 @@ class CudaBackend:
             self.side_stream = self._cupy.cuda.Stream(non_blocking=True)
             self._handles = driver.CUstream(self.stream.ptr), driver.CUstream(self.side_stream.ptr)
             self._memory = Memory(self._cupy, f"{self.name} ({self.device.name})", self.stream, progress)
-            self._kernels = Kernels(self._cupy, self.device.architecture, fast=mode != "l2exact")
+            self._kernels = Kernels(
+                self._cupy,
+                self.device.architecture,
+                fast=mode != "l2exact",
+                carveout=self.tuning.shared_carveout,
+            )
 
     def describe(self) -> dict[str, str]:
         d = self.device

@@ -125,7 +125,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "head_blocks": (1, 3),
     "router_rows": (1, 3),
     "gate_up_warps": (1, 5),
-    "gate_up_blocks": (2, 3),
+    "gate_up_blocks": (1, 3),
     "gate_up_depth": (1,),
     "ask_down": (1,),
     "down_warps": (1, 5),
@@ -133,6 +133,7 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "row_warps": (1, 8),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
+    "shared_carveout": (-1, 100),
     "programmatic": (0,),
     "hash_beside": (0, 5),
 }
