@@ -42,37 +42,42 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             const int cached = t_new < CHUNK ? t_new : CHUNK;
             const long long slot0 = u.base + begin;
             unit_fetch(a, sh, 16 * W, slot0, u.kv, cached);
-            float vs = 0.0f;
+            float ks = 0.0f, vs = 0.0f;
             if ((int)threadIdx.x < cached) {
                 const long long row = (slot0 + threadIdx.x) * a.nkv + u.kv;
+                ks = load_l2(a.ks + row);
                 vs = load_l2(a.vs + row);
-                sh.ks[threadIdx.x] = load_l2(a.ks + row);
             }
             if (chunk == u.slot) {
                 if (!waited) {
                     unit_angles(st.rope, pos, sh.angle);
                     prefetch_ranges(st.next);
+                    if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;
                     __syncthreads();
                     wait_for_previous();
                     start_next();
                     waited = true;
+                } else if ((int)threadIdx.x < cached) {
+                    sh.ks[threadIdx.x] = ks;
                 }
                 const bool has_new = (u.chunks - 1 - u.slot) % u.slots == 0;
                 unit_rows(st, sh, u, HS, rw, has_new, t_new, u.slot == 0, has_new && u.first_of_kv);
+            } else if ((int)threadIdx.x < cached) {
+                sh.ks[threadIdx.x] = ks;
             }
-            copy_wait_all();
+            unit_transpose(sh, 16 * W, a.hd, cached);
             __syncthreads();
-            if ((int)threadIdx.x == t_new) vs = sh.new_scale[1];
-            if (t_new < CHUNK && chunk != u.slot) {  // the new row takes its place now
-                if ((int)threadIdx.x == t_new) sh.ks[t_new] = sh.new_scale[0];
-                for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS) {
-                    sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
-                    sh.v8[t_new * 16 * W + e] = sh.new_row[a.hd + e];
+            if (t_new < CHUNK) {  // the new row takes its place
+                if ((int)threadIdx.x == t_new) vs = sh.new_scale[1];
+                unit_place_value(sh, 16 * W, a.hd, t_new);
+                if (chunk != u.slot) {  // its K has not been there since the row was made
+                    if ((int)threadIdx.x == t_new) sh.ks[t_new] = sh.new_scale[0];
+                    for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS)
+                        sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
+                    __syncthreads();
                 }
-                __syncthreads();
             }
             unit_scores<W>(sh, HS, a.hd, count);
-            __syncthreads();
             unit_softmax(sh, HS, count, vs);
             __syncthreads();
             unit_states<16 * W>(a, sh, u, HS, chunk, count);

@@ -21,11 +21,11 @@ struct UnitShared {
     float *ks;             // f32[CHUNK]
     float *qs;             // f32[HS]
     float *new_scale;      // f32[2]: ks and vs of the new row
-    float *totals;         // f32[UNIT_WARPS, HS]: maximum of the positions of each warp
-    unsigned *moved;       // u32[UNIT_WARPS]: bit of each position where the maximum of any head moved
+    float *totals;         // f32[HS, UNIT_WARPS]: maximum of the positions of each warp
+    unsigned *moved;       // u32[UNIT_WARPS]: bit i: the maximum of a head moved within the i-th eight positions of the warp
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
-    signed char *v8;       // i8[CHUNK, pitch], pitch the largest hd of the kernel
+    signed char *v8;       // i8[CHUNK / 4, 4 * pitch], pitch the largest hd of the kernel; see unit_transpose
     signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
     // Where K was, once the scores are made:
     float *w;              // f32[HS, UNIT_PITCH]: p * vs
@@ -64,25 +64,73 @@ struct Unit {
 // lanes of mma_s8 that read two neighbouring rows touch every bank once.
 DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 == 0 ? at ^ (t % 2 * 4) : at); }
 
-DEVICE signed char *unit_byte(const UnitShared &sh, bool is_v, int hd, int pitch, int t, int e) {
-    return is_v ? sh.v8 + t * pitch + e : sh.k8 + unit_place(hd, t, e / 16) + e % 16;
+// K and V rows of the warp's 32 positions, as far as they are cached, on their way to shared memory; allowed before the
+// stage's wait, because earlier steps wrote them. slot0: cache slot of the chunk's first position. V rows of positions
+// that are not cached are +0.
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, long long slot0, int kv, int cached) {
+    const int units = a.hd / 16, begin = 32 * warp_id();
+    const long long start = (slot0 * a.nkv + kv) * a.hd;  // of position 0
+    const long long stride = (long long)a.nkv * a.hd;
+    if (begin > cached) return;
+#pragma unroll 4
+    for (int i = lane_id(); i < 32 * units; i += 32) {
+        const int t = begin + i / units, at = i % units;
+        if (t < cached) {
+            copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + t * stride + 16 * at);
+            copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + start + t * stride + 16 * at);
+        } else {
+            *(uint4 *)(sh.v8 + t * pitch + 16 * at) = make_uint4(0, 0, 0, 0);
+        }
+    }
 }
 
-// K and V rows of the first `cached` positions of the chunk that begins at cache slot `slot0`, on their way to shared
-// memory; allowed before the stage's wait, because earlier steps wrote them.
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, long long slot0, int kv, int cached) {
-    const int units = a.hd / 16, rows = UNIT_THREADS / units;  // rows at a time; threads past them do nothing
-    const int at = threadIdx.x % units, first = threadIdx.x / units;
-    const long long start = (slot0 * a.nkv + kv) * a.hd + 16 * at;  // of position 0
+// Where four positions of an element lie together: in rows of 4 * pitch bytes, one for each four positions, word `at`
+// holds element (at % (hd/4)) / 4 * 16 + at / (hd/4) * 4 + at % 4. An order in which the transposition meets no bank twice.
+DEVICE int unit_element_at(int at, int hd) {
+    const int quarter = hd / 4;
+    return at % quarter / 4 * 16 + at / quarter * 4 + at % 4;
+}
+DEVICE int unit_word_of(int e, int hd) { return e % 16 / 4 * (hd / 4) + e / 16 * 4 + e % 4; }
+
+// Waits for the warp's rows and turns V from rows of a position to words of an element's four positions, in place: one
+// load then gives a chain four terms.
+DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) {
+    copy_wait_all();
+    __syncwarp();
+    const int units = hd / 16, begin = 32 * warp_id();
+    if (begin > cached) return;
 #pragma unroll 1
-    for (int t = first < rows ? first : cached; t < cached; t += rows) {
-        copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + (long long)t * a.nkv * a.hd);
-        copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + start + (long long)t * a.nkv * a.hd);
+    for (int quad = 0; quad < 8; quad += 32 / units) {  // a lane to 16 elements of four positions
+        const int mine = quad + lane_id() / units, at = lane_id() % units;
+        const bool real = lane_id() / units < 32 / units && mine < 8;
+        signed char *const row = sh.v8 + (begin + 4 * mine) * pitch;
+        uint4 r[4] = {};
+        if (real) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) r[i] = *(const uint4 *)(row + i * pitch + 16 * at);
+        }
+        __syncwarp();
+        if (real) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const unsigned a = k == 0 ? r[0].x : k == 1 ? r[0].y : k == 2 ? r[0].z : r[0].w;
+                const unsigned b = k == 0 ? r[1].x : k == 1 ? r[1].y : k == 2 ? r[1].z : r[1].w;
+                const unsigned c = k == 0 ? r[2].x : k == 1 ? r[2].y : k == 2 ? r[2].z : r[2].w;
+                const unsigned d = k == 0 ? r[3].x : k == 1 ? r[3].y : k == 2 ? r[3].z : r[3].w;
+                const unsigned ab0 = __byte_perm(a, b, 0x5140), ab1 = __byte_perm(a, b, 0x7362);
+                const unsigned cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
+                ((uint4 *)row)[k * units + at] = make_uint4(__byte_perm(ab0, cd0, 0x5410), __byte_perm(ab0, cd0, 0x7632),
+                                                            __byte_perm(ab1, cd1, 0x5410), __byte_perm(ab1, cd1, 0x7632));
+            }
+        }
+        __syncwarp();
     }
-    // Idle positions behind the new one: V of +0 there.
-    const int idle = cached + 1 + first;
-    if (first < rows && idle < (cached + UNIT_STEP) / UNIT_STEP * UNIT_STEP && idle < CHUNK)
-        *(uint4 *)(sh.v8 + idle * pitch + 16 * at) = make_uint4(0, 0, 0, 0);
+}
+
+// The new V row takes its place among the transposed ones; a thread to an element, barriers around it are the caller's.
+DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
+    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS)
+        sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = sh.new_row[hd + e];
 }
 
 // The norm weights of the row that this lane's group of sixteen makes: asked for before the stage's wait. PAIRS: pairs
@@ -118,7 +166,7 @@ DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
 }
 
 // Rows 0 .. HS - 1: queries through norm and RoPE, quantised; with `with_new` row HS: the new K row likewise, HS + 1: the
-// new V row, quantised; both also go to position t_new of the chunk, if it is in there. Sixteen lanes make a row, lane
+// new V row, quantised; K also goes to position t_new of the chunk, if it is in there. Sixteen lanes make a row, lane
 // e % 16 holds the pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by
 // `store_new`. The caller's barrier follows.
 template <int PAIRS>
@@ -204,7 +252,7 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
     signed char *const codes = is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd;  // i8[hd]
     const long long slot = (u.base + u.pos) * st.kv.nkv + u.kv;
     signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd;  // i8[hd]
-    const bool here = !is_q && t_new < CHUNK;
+    const bool here = row == HS && t_new < CHUNK;
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
         const int e = lane + ROW_LANES * n;
@@ -214,8 +262,8 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
             codes[e] = c0;
             codes[e + half] = c1;
             if (here) {
-                *unit_byte(sh, is_v, hd, 32 * PAIRS, t_new, e) = c0;
-                *unit_byte(sh, is_v, hd, 32 * PAIRS, t_new, e + half) = c1;
+                sh.k8[unit_place(hd, t_new, e / 16) + e % 16] = c0;
+                sh.k8[unit_place(hd, t_new, (e + half) / 16) + (e + half) % 16] = c1;
             }
             if (!is_q && store_new) {
                 cache[e] = c0;
@@ -228,7 +276,7 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
             sh.qs[row] = scale.d * st.attn.qscale;
         } else {
             sh.new_scale[row - HS] = scale.d;
-            if (here && !is_v) sh.ks[t_new] = scale.d;
+            if (here) sh.ks[t_new] = scale.d;
             if (store_new) (is_v ? st.kv.vs : st.kv.ks)[slot] = scale.d;
         }
     }
@@ -283,11 +331,18 @@ template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, i
     }
 }
 
-// Scores to exponentials p, weights w and factors c of this thread's position; vs is its V scale. Heads go by twos, which
-// saves registers. One barrier inside, none at the end.
+// Scores to exponentials p, weights w and factors c of this thread's position; vs is its V scale. The warp made the scores
+// itself. Heads go by twos, which saves registers. No barrier at the end.
 DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
     const int t = threadIdx.x, lane = lane_id();
     constexpr int TURN = 2;
+#if !KESTREL_FAST
+    float before[TURN];  // maximum of the positions before t in this warp; of more heads than two, in c
+#endif
+    if (HS > TURN)
+        __syncthreads();  // c takes the place of K
+    else
+        __syncwarp();
 #pragma unroll 1
     for (int j0 = 0; j0 < HS; j0 += TURN) {
         float run[TURN];
@@ -312,14 +367,15 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             }
         }
 #pragma unroll
-        for (int j = 0; j < TURN; j++) {  // of the positions before t, in this warp; for this thread, behind the barrier
-            const float before = __shfl_up_sync(FULL_WARP, run[j], 1);
-            if (j0 + j < HS) sh.c[(j0 + j) * UNIT_PITCH + t] = lane == 0 ? MINUS_INFINITY : before;
+        for (int j = 0; j < TURN; j++) {
+            before[j] = __shfl_up_sync(FULL_WARP, run[j], 1);
+            if (lane == 0) before[j] = MINUS_INFINITY;
+            if (HS > TURN && j0 + j < HS) sh.c[(j0 + j) * UNIT_PITCH + t] = before[j];
         }
 #endif
 #pragma unroll
         for (int j = 0; j < TURN; j++)
-            if (lane == 31 && j0 + j < HS) sh.totals[warp_id() * HS + j0 + j] = run[j];
+            if (lane == 31 && j0 + j < HS) sh.totals[(j0 + j) * UNIT_WARPS + warp_id()] = run[j];
     }
     __syncthreads();
     bool any = false;
@@ -330,21 +386,25 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             if (j0 + j >= HS) continue;
             const int at = (j0 + j) * UNIT_PITCH + t;
             const float s = t < count ? sh.s[at] : MINUS_INFINITY;
-#if KESTREL_FAST
-            float m = sh.totals[j0 + j];
-#pragma unroll 1
-            for (int v = 1; v < UNIT_WARPS; v++) m = fmaxf(m, sh.totals[v * HS + j0 + j]);
-#else
-            float before = sh.c[at];
-#pragma unroll 1
-            for (int v = 0; v < warp_id(); v++) {
-                const float other = sh.totals[v * HS + j0 + j];
-                before = before > other ? before : other;
+            float totals[UNIT_WARPS];
+#pragma unroll
+            for (int v = 0; v < UNIT_WARPS; v += 4) {
+                const float4 four = *(const float4 *)(sh.totals + (j0 + j) * UNIT_WARPS + v);
+                totals[v] = four.x, totals[v + 1] = four.y, totals[v + 2] = four.z, totals[v + 3] = four.w;
             }
-            const bool moved = s > before;
-            const float m = moved ? s : before;
+#if KESTREL_FAST
+            float m = totals[0];
+#pragma unroll
+            for (int v = 1; v < UNIT_WARPS; v++) m = fmaxf(m, totals[v]);
+#else
+            float m_before = HS > TURN ? sh.c[at] : before[j];
+#pragma unroll
+            for (int v = 0; v < UNIT_WARPS - 1; v++)
+                if (v < warp_id()) m_before = m_before > totals[v] ? m_before : totals[v];
+            const bool moved = s > m_before;
+            const float m = moved ? s : m_before;
             float c = 1.0f;
-            if (moved) c = exp_form(before - s);
+            if (moved) c = exp_form(m_before - s);
             any = any || moved;
             sh.c[at] = c;
 #endif
@@ -355,19 +415,30 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
         }
     }
     const unsigned bits = __ballot_sync(FULL_WARP, any);
-    if (lane == 0) sh.moved[warp_id()] = bits;
+    if (lane == 0)
+        sh.moved[warp_id()] = (bits & 0xffu ? 1u : 0u) | (bits & 0xff00u ? 2u : 0u) | (bits & 0xff0000u ? 4u : 0u) |
+                              (bits & 0xff000000u ? 8u : 0u);
 }
 
-// What SIZE neighbouring positions add to an element: V, in rows of PITCH, and the weights of HPT heads.
+// The same of the whole chunk: bit i for positions 8 * i to 8 * i + 7.
+DEVICE unsigned unit_moved(const UnitShared &sh) {
+    unsigned bits = 0u;
+#pragma unroll
+    for (int w = 0; w < UNIT_WARPS; w++) bits |= sh.moved[w] << (4 * w);
+    return bits;
+}
+
+// What SIZE neighbouring positions add to an element: V, in rows of PITCH words to four positions, and the weights of HPT
+// heads.
 template <int HPT, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = HPT == 1 ? 8 : 4;
-    int x[SIZE];
+    static constexpr int SIZE = HPT == 4 ? 4 : 8;
+    int x[SIZE / 4];  // i8[4] each
     float w[HPT][SIZE];
 
-    // v: the element at the first of the positions, i8; weights: f32[HPT, UNIT_PITCH] there
-    DEVICE_MEMBER void load(const signed char *v, const float *weights) {
+    // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
+    DEVICE_MEMBER void load(const int *v, const float *weights) {
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) x[i] = v[i * PITCH];
+        for (int i = 0; i < SIZE / 4; i++) x[i] = v[i * PITCH];
 #pragma unroll
         for (int j = 0; j < HPT; j++) {
 #pragma unroll
@@ -375,20 +446,29 @@ template <int HPT, int PITCH> struct ValueGroup {
         }
     }
 
-    // acc[j] = fma(w, v, acc[j]) in order; acc * c before it, if any maximum moved here: bits, one a position. c is 1
-    // where the maximum of a head did not move, which changes nothing.
-    DEVICE_MEMBER void add(unsigned bits, const float *factors, float *acc) const {
-        if (bits == 0u) {
+    // acc[j] = fma(w, v, acc[j]) in order; acc * c before it, if any maximum `moved` here. c is 1 where the maximum of a
+    // head did not move, which changes nothing.
+    DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
+        float value[SIZE];
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) value[i] = (float)(signed char)(x[i / 4] >> (8 * (i % 4)));
+        if (!moved) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
 #pragma unroll
-                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], (float)x[i], acc[j]);
+                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value[i], acc[j]);
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < SIZE; i++) {
+            for (int i0 = 0; i0 < SIZE; i0 += 4) {
+                float c[HPT][4];
 #pragma unroll
-                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], (float)x[i], acc[j] * factors[j * UNIT_PITCH + i]);
+                for (int j = 0; j < HPT; j++) load_four(factors + j * UNIT_PITCH + i0, c[j]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+#pragma unroll
+                    for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i0 + i], value[i0 + i], acc[j] * c[j][i]);
+                }
             }
         }
     }
@@ -399,38 +479,39 @@ template <int HPT, int PITCH> struct ValueGroup {
     }
 };
 
-// acc[j] of one element of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of UNIT_STEP.
-// Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the arrays of
-// the chunk is read, too, and not used.
+// acc[j] of the element of word `at` of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of
+// UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the
+// arrays of the chunk is read, too, and not used.
 template <int HPT, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int element, int j0, int begin, int end, float *acc) {
+DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
     constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE;
-    const signed char *v = sh.v8 + element + begin * PITCH;
+    const int *v = (const int *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
+    unsigned moved = unit_moved(sh) >> (begin / 8);
 #pragma unroll
     for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
     ValueGroup<HPT, PITCH> even, odd;
     even.load(v, w);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
-        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32);
-        odd.load(v + SIZE * PITCH, w + SIZE);
-        even.add(bits & ((1u << SIZE) - 1u), c, acc);
-        v += 2 * SIZE * PITCH;
+        odd.load(v + SIZE / 4 * PITCH, w + SIZE);
+        even.add(moved & 1u, c, acc);
+        v += SIZE / 2 * PITCH;
         w += 2 * SIZE;
         even.load(v, w);
-        odd.add(bits >> SIZE & ((1u << SIZE) - 1u), c + SIZE, acc);
+        odd.add(moved & (SIZE == 8 ? 2u : 1u), c + SIZE, acc);
         c += 2 * SIZE;
+        moved >>= SIZE / 4;
     }
 }
 
 // The sum of exponentials of one head over `end` positions, in order. p, c: f32[UNIT_PITCH] of the head.
 DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int end) {
     float l = 0.0f;
+    unsigned moved = unit_moved(sh);
 #pragma unroll 1
     for (int t0 = 0; t0 < end; t0 += UNIT_STEP) {
-        const unsigned bits = sh.moved[t0 / 32] >> (t0 % 32) & 0xffffu;
-        if (bits == 0u) {
+        if ((moved & 3u) == 0u) {
             l = ordered_sum(p + t0, UNIT_STEP, l);
         } else {
 #pragma unroll
@@ -439,15 +520,16 @@ DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int 
                 l += p[t0 + i];
             }
         }
+        moved >>= 2;
     }
     return l;
 }
 
-// One element of HPT heads to to[j * pitch], heads past `heads` left out.
+// One element of HPT heads to to[j * pitch], heads past `heads` left out; at: its word.
 template <int HPT, int PITCH>
-DEVICE void unit_element(const UnitShared &sh, int element, int j0, int begin, int end, float *to, int pitch, int heads) {
+DEVICE void unit_element(const UnitShared &sh, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
     float acc[HPT];
-    unit_values<HPT, PITCH>(sh, element, j0, begin, end, acc);
+    unit_values<HPT, PITCH>(sh, at, j0, begin, end, acc);
 #pragma unroll
     for (int j = 0; j < HPT; j++) {
         if (j0 + j < heads) *to = acc[j];
@@ -463,14 +545,14 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
     const int most = threads / hd > 0 ? threads / hd : 1, each = HS <= most ? 1 : HS <= 2 * most ? 2 : 4;  // heads of a thread
 #pragma unroll 1
     for (int item = thread; item < HS / each * hd; item += threads) {
-        const int j0 = item / hd * each, element = item % hd;
-        float *const at = to + j0 * pitch + element;
+        const int j0 = item / hd * each, at = item % hd;
+        float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
-            unit_element<1, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+            unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else if (each == 2)
-            unit_element<2, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+            unit_element<2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else
-            unit_element<4, PITCH>(sh, element, j0, begin, end, at, pitch, heads);
+            unit_element<4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
     }
 }
 
@@ -503,7 +585,7 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
     if ((int)threadIdx.x < u.heads) {
         float m = MINUS_INFINITY;
         for (int v = 0; v < UNIT_WARPS; v++) {
-            const float other = sh.totals[v * HS + threadIdx.x];
+            const float other = sh.totals[threadIdx.x * UNIT_WARPS + v];
             m = m > other ? m : other;
         }
         states[threadIdx.x * pitch + hd] = m;
