@@ -1,14 +1,26 @@
-// q4local rows of the FFN by way of shared memory: asynchronous copies keep many rows in flight without a register for
-// any of them, and long before the row that they are multiplied with is there. The arithmetic is that of warp_rows.cuh
-// (contract section 3).
+// q4local rows of the FFN. Down: by way of shared memory, asynchronous copies keep many rows in flight long before the row
+// that they are multiplied with is there. Gate and up: all of a warp's rows in flight at once, in registers. The
+// arithmetic is that of contract section 3.
 #pragma once
 
 #include "block_norm.cuh"
 #include "stage_args.h"
 #include "warp_rows.cuh"
 
-// Groups of an a8 row in a thread's registers. `bias` starts a group's integer dot so that its bits are those of a float:
-// an integer below 2^22 in magnitude, added to the bits of 1.5 * 2^23, is that number plus the integer.
+// (f32)(sum of (code - 8) * q) over one q4local group, exact as a conversion is; `bias` is q4_bias of the sum of q. The high
+// nibbles stay where they are, so the sum is sixteen times the dot: below 2^22 in magnitude, and added to the bits of
+// 1.5 * 2^23 it makes the bits of that number plus itself.
+DEVICE int q4_bias(int gsum) { return 0x4b400000 - 128 * gsum; }
+DEVICE float q4_dot(uint4 c, uint4 lo, uint4 hi, int bias) {
+    const unsigned low = 0x0f0f0f0fu, high = 0xf0f0f0f0u;
+    int first = dot_u8_s8(c.x & low, lo.x, 0), second = dot_u8_s8(c.x & high, hi.x, bias);
+    first = dot_u8_s8(c.y & low, lo.y, first), second = dot_u8_s8(c.y & high, hi.y, second);
+    first = dot_u8_s8(c.z & low, lo.z, first), second = dot_u8_s8(c.z & high, hi.z, second);
+    first = dot_u8_s8(c.w & low, lo.w, first), second = dot_u8_s8(c.w & high, hi.w, second);
+    return fma_f32(f32_from_bits((unsigned)(16 * first + second)), 0.0625f, -786432.0f);
+}
+
+// Groups of an a8 row in a thread's registers.
 template <int U> struct InputGroups {
     uint4 lo[U], hi[U];
     float d[U];
@@ -24,24 +36,11 @@ template <int U> struct InputGroups {
             lo[u] = load_l2(q);
             hi[u] = load_l2(q + 1);
             d[u] = load_l2(in.d + g);
-            bias[u] = 0x4b400000 - 8 * load_l2(in.gsum + g);
+            bias[u] = q4_bias(load_l2(in.gsum + g));
         }
     }
 
-    // (f32)dot of group u of this row and a q4local group: exact, as a conversion is.
-    DEVICE_MEMBER float dot(int u, uint4 c) const {
-        const unsigned nibbles = 0x0f0f0f0fu;
-        int sum = bias[u];
-        sum = __dp4a((int)(c.x & nibbles), (int)lo[u].x, sum);
-        sum = __dp4a((int)(c.y & nibbles), (int)lo[u].y, sum);
-        sum = __dp4a((int)(c.z & nibbles), (int)lo[u].z, sum);
-        sum = __dp4a((int)(c.w & nibbles), (int)lo[u].w, sum);
-        sum = __dp4a((int)(c.x >> 4 & nibbles), (int)hi[u].x, sum);
-        sum = __dp4a((int)(c.y >> 4 & nibbles), (int)hi[u].y, sum);
-        sum = __dp4a((int)(c.z >> 4 & nibbles), (int)hi[u].z, sum);
-        sum = __dp4a((int)(c.w >> 4 & nibbles), (int)hi[u].w, sum);
-        return f32_from_bits((unsigned)sum) - 12582912.0f;
-    }
+    DEVICE_MEMBER float dot(int u, uint4 c) const { return q4_dot(c, lo[u], hi[u], bias[u]); }
 };
 
 // Copies `chunks` times 16 bytes and `scales` f16 numbers from global to (aligned) shared memory by `lanes` lanes, this one
@@ -59,76 +58,96 @@ DEVICE void copy_rows(unsigned char *to, const unsigned char *codes, int chunks,
     }
 }
 
-// A warp's memory for `depth` runs of neighbouring rows of two q4local matrices (the same rows of both): pairs. A run is
-// asked for in at most four steps, each a group of copies. A slot of the warp computes U neighbouring steps of a row,
-// eight groups each, then the running sums go from slot to slot, as in warp_rows.cuh; TREE: they are summed as a tree, for
-// the fast forms.
-template <int U, bool TREE> struct PairRing {
-    unsigned char *base;  // [depth][2]: codes u8[pairs, G, 16], scales f16[pairs, G], rounded up to 16 bytes
-    int groups, pairs, bytes;
-    int step, steps;  // pairs of a step, steps of a run
+// An a8 row of whole steps (a step is eight groups) in shared memory. The two halves of the groups lie apart, so that
+// neighbouring lanes read neighbouring 16 bytes.
+struct StagedRow {
+    uint4 *lo, *hi;  // [G]: elements 0..15 and 16..31 of each group
+    float *d;        // f32[G]
+    int *gsum;       // i32[G]
 
-    DEVICE_MEMBER static int run_bytes(int groups, int pairs) {  // of one matrix
-        return pairs * groups * 16 + (pairs * groups * 2 + 15) / 16 * 16;
+    DEVICE_MEMBER static int bytes(int groups) { return 40 * groups; }
+
+    DEVICE_MEMBER void open(unsigned char *memory, int groups) {
+        lo = (uint4 *)memory;
+        hi = lo + groups;
+        d = (float *)(hi + groups);
+        gsum = (int *)(d + groups);
     }
 
-    DEVICE_MEMBER void open(unsigned char *memory, int row_groups, int row_pairs) {
-        base = memory;
-        groups = row_groups;
-        pairs = row_pairs;
-        bytes = run_bytes(groups, pairs);
-        step = (pairs + 3) / 4;
-        steps = step > 0 ? (pairs + step - 1) / step : 0;
+    // The whole block asks for the row; it is there after copy_wait_all and a barrier.
+    DEVICE_MEMBER void ask(const A8Row &in, int groups) const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < 2 * groups + groups / 2; i += blockDim.x) {
+            const int j = 4 * (i - 2 * groups);
+            if (j < 0)
+                copy_async_16((i & 1 ? hi : lo) + i / 2, in.q + 16 * i);
+            else if (j < groups)
+                copy_async_16(d + j, in.d + j);
+            else
+                copy_async_16(gsum + j - groups, in.gsum + j - groups);
+        }
     }
+};
 
-    // Asks for step s of the run whose first row is n; half of the lanes for each matrix.
-    DEVICE_MEMBER void ask(const Weight *w, long long n, int turn, int s) {
-        const int side = lane_id() / 16, first = s * step, rows = pairs - first < step ? pairs - first : step;
-        unsigned char *const to = base + (2 * turn + side) * bytes;
-        const long long g = (n + first) * groups;
-        const unsigned char *const codes = (const unsigned char *)(side ? w[1].codes : w[0].codes);
-        copy_rows(to + first * groups * 16, codes + g * 16, rows * groups, to + (pairs * 16 + first * 2) * groups,
-                  (side ? w[1].scale : w[0].scale) + g, rows * groups, lane_id() % 16, 16);
-    }
+#define QUAD_STEPS 8  // of a row that a warp has in flight
 
-    // This lane's first group of super-step `super`.
-    DEVICE_MEMBER int first_group(int super) const { return 8 * U * (4 * super + lane_id() / 8) + lane_id() % 8; }
+// Four neighbouring rows of two q4local matrices (the same rows of both: gate and up) by a warp: a slot of eight lanes to
+// a row of each, so that every chain stays in its lane. All codes of a piece, QUAD_STEPS steps, travel at once, straight
+// to registers; scales by way of the warp's shared memory. FULL: rows are whole pieces; otherwise whole steps.
+template <bool FULL> struct QuadPair {
+    static const int PITCH = 16 * QUAD_STEPS + 16;  // bytes of scales from row to row: no two slots meet in a bank
+    static const int SCALE_BYTES = 2 * 4 * PITCH;   // of a warp
 
-    // y: f32[2], pair j times the input, valid in lanes 0..7. `held` are the groups of super-step 0; longer rows load
-    // theirs into it as they go.
-    DEVICE_MEMBER void pair(int turn, int j, const A8Row &in, InputGroups<U> &held, float *y) {
-        const unsigned char *const codes = base + 2 * turn * bytes + j * groups * 16;
-        const unsigned char *const scale = base + 2 * turn * bytes + (pairs * 16 + j * 2) * groups;
-        float acc[2] = {0.0f, 0.0f};
-        for (int super = 0; super * 32 * U < groups; super++) {
-            const int first = first_group(super);
-            if (groups > 32 * U) held.load(in, first, groups);
-            float dot[2][U], ws[2][U];
+    uint4 codes[QUAD_STEPS][2];
+    int have;  // steps of the piece
+
+    // Asks for piece `piece` of rows n .. n + 3. tile: u8[SCALE_BYTES], there after copy_wait_all and a warp barrier.
+    DEVICE_MEMBER void ask(const Weight *w, long long n, int groups, int piece, unsigned char *tile) {
+        const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece;
+        have = FULL || groups - first >= 8 * QUAD_STEPS ? QUAD_STEPS : (groups - first) / 8;
+        const long long g = (n + slot) * groups + first;  // of this slot's rows
+        if (FULL || l < have) {
+            copy_async_16(tile + slot * PITCH + 16 * l, w[0].scale + g + 8 * l);
+            copy_async_16(tile + (4 + slot) * PITCH + 16 * l, w[1].scale + g + 8 * l);
+        }
+        const uint4 *const gate = (const uint4 *)w[0].codes + g + l, *const up = (const uint4 *)w[1].codes + g + l;
 #pragma unroll
-            for (int u = 0; u < U; u++) {
-                const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    dot[i][u] = held.dot(u, *(const uint4 *)(codes + i * bytes + 16 * g));
-                    ws[i][u] = half_to_float(*(const unsigned short *)(scale + i * bytes + 2 * g)) * held.d[u];
-                }
+        for (int j = 0; j < QUAD_STEPS; j++) {
+            if (FULL || j < have) {
+                codes[j][0] = load_streaming(gate + 8 * j);
+                codes[j][1] = load_streaming(up + 8 * j);
             }
-            // Turn t matters in slot t alone, which got its sums from slot t - 1; the others add to sums that nobody reads.
+        }
+    }
+
+    // Adds the piece to acc, f32[2]: this lane's sums of its slot's gate and up row.
+    DEVICE_MEMBER void add(const StagedRow &in, int piece, const unsigned char *tile, float *acc) const {
+        const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece + l;
+        const unsigned char *const scale = tile + slot * PITCH + 2 * l;
 #pragma unroll
-            for (int hand = 0; hand < (TREE ? 1 : 4); hand++) {
+        for (int j = 0; j < QUAD_STEPS; j++) {
+            if (FULL || j < have) {
+                const int g = first + 8 * j, bias = q4_bias(in.gsum[g]);
+                const uint4 lo = in.lo[g], hi = in.hi[g];
+                const float d = in.d[g];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-#pragma unroll
-                    for (int u = 0; u < U; u++)
-                        if (first + 8 * u < groups) acc[i] = fma_f32(dot[i][u], ws[i][u], acc[i]);
-                }
-                if (!TREE) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) acc[i] = __shfl_sync(FULL_WARP, acc[i], (lane_id() + 24) & 31);
+                    const float ws = half_to_float(*(const unsigned short *)(scale + 4 * i * PITCH + 16 * j)) * d;
+                    acc[i] = fma_f32(q4_dot(codes[j][i], lo, hi, bias), ws, acc[i]);
                 }
             }
         }
-        y[0] = TREE ? warp_sum_f32(acc[0]) : group_hsum8(acc[0]);
-        y[1] = TREE ? warp_sum_f32(acc[1]) : group_hsum8(acc[1]);
     }
 };
+
+// a8 of one group by a warp, lane i holding element i, as group `g` of the op's output.
+DEVICE void warp_a8_element(float v, const QuantizeA8Args &a8, long long g) {
+    const A8Scale s = a8_scale(__reduce_max_sync(FULL_WARP, f32_bits(v) & 0x7fffffffu));
+    const int code = s.zero ? 0 : a8_code(v, s.inv);
+    a8.q[32 * g + lane_id()] = (signed char)code;
+    const int sum = __reduce_add_sync(FULL_WARP, code);
+    if (lane_id() == 0) {
+        a8.d[g] = s.d;
+        a8.gsum[g] = sum;
+    }
+}

@@ -12,6 +12,8 @@ KERNEL void k_router_topk(const RouterTopkArgs a) {
     for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
         block_choose(a.logits + (long long)m * a.E, a.E, a.T, sh);
         block_choice_weights(a, m, sh);
+        block_store_choice(a, m, sh);
+        __syncthreads();
     }
 }
 

@@ -154,146 +154,159 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
 
 // ---- gate, up, SwiGLU, a8 ----
 
-// Asks L2 for this block's share of the chosen experts' rows of the down matrix.
-DEVICE void prefetch_down(const GateUpArgs &a, const int *ids, int block, int blocks) {
-    const Weight &w = a.down;
-    const long long groups = (long long)w.n * (w.k / 32);  // of one expert
-    const long long codes = groups * (w.wtype == KESTREL_Q4LOCAL ? 16 : 32);
-    const long long lines = (codes + 127) / 128, all = lines + (groups + 63) / 64;
-    for (int t = 0; t < a.mm.T; t++) {
-        const char *const from = (const char *)w.codes + ids[t] * codes;
-        const char *const scale = (const char *)(w.scale + ids[t] * groups);
-        for (long long i = (long long)block * blockDim.x + threadIdx.x; i < all; i += (long long)blocks * blockDim.x)
-            prefetch_l2(i < lines ? from + 128 * i : scale + 128 * (i - lines));
-    }
-}
-
 // A unit is one group of 32 elements of h of one chosen expert, and its a8: 32 gate and 32 up rows, which a block's warps
-// share. EXPERTS: every block chooses for itself from the logits, block 0 stores the choice; otherwise the matrices are
-// one FFN's, and their rows are asked for ahead of the wait. U groups of the input to a thread; 0: weights that are not
-// q4local.
-template <int U, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
-    const int lane = lane_id(), T = EXPERTS ? a.mm.T : 1, F = a.swiglu.F, groups = a.mm.w[0].k / 32;
-    const int per_expert = F / 32, units = T * per_expert;
-    const int first = 32 * warp_id() / warp_count(), pairs = 32 * (warp_id() + 1) / warp_count() - first;
-    const ChoiceShared choice = choice_shared(shared, EXPERTS ? a.topk.E : 0, EXPERTS ? T : 0);
-    float *const h = (float *)(shared + (EXPERTS ? choice_shared_bytes(a.topk.E, T) : 0));  // f32[2, 32]: units in turn
-    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+// share. EXPERTS: every block chooses for itself from the logits; otherwise the matrices are one FFN's, and their rows are
+// asked for ahead of the wait.
+struct GateUpUnits {
+    int per_expert, units, count;  // count: experts by rank that the block's units need
+
+    DEVICE_MEMBER GateUpUnits(const GateUpArgs &a, bool experts, int block, int blocks) {
+        per_expert = a.swiglu.F / 32;
+        units = (experts ? a.mm.T : 1) * per_expert;
+        const int last = units - 1 - (units - 1 - block) % blocks;  // of this block's
+        count = block < units ? last / per_expert + 1 : 0;
+    }
+};
+
+// h of one element.
+DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_form(-gate))) * up; }
+
+// q4local rows of whole steps. A warp takes four pairs of rows at a time, a quad.
+template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
+    const int lane = lane_id(), groups = a.mm.w[0].k / 32, pieces = (groups + 8 * QUAD_STEPS - 1) / (8 * QUAD_STEPS);
+    const GateUpUnits own(a, EXPERTS, block, blocks);
+    StagedRow in;
+    in.open(shared, groups);
+    float *const h = (float *)(shared + StagedRow::bytes(groups));  // f32[2, 32]: units in turn
+    unsigned char *const tile = (unsigned char *)(h + 64) + warp_id() * QuadPair<FULL>::SCALE_BYTES;
+    const A8Row row = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    const bool by_warp = EXPERTS && a.topk.E <= WARP_CHOOSE_EXPERTS && a.topk.T <= WARP_CHOOSE_RANKS;
+    const ChoiceShared choice = choice_shared((unsigned char *)(h + 64) + warp_count() * QuadPair<FULL>::SCALE_BYTES,
+                                              EXPERTS ? a.topk.E : 0, EXPERTS ? a.topk.T : 0);
+    int ids = 0;  // lane t: the expert of rank t
     touch_exp_table();
     if (EXPERTS) {
         wait_for_previous();
-        block_choose(a.topk.logits, a.topk.E, T, choice);
-    }
-    // The first of this warp's gate rows, and up rows, in a unit.
-    auto row_of = [&](int unit) {
-        const long long expert = EXPERTS ? choice.ids[unit / per_expert] : 0;
-        return expert * F + 32 * (unit % per_expert) + first;
-    };
-    // What the ring asks for next: step `asked_step` of unit `asked`, into turn `put`.
-    PairRing<U == 0 ? 1 : U, KESTREL_FAST != 0> ring;
-    int asked = block, asked_step = 0, put = 0;
-    long long asked_row = 0;
-    auto ask = [&](int most) {
-#pragma unroll 1
-        for (int i = 0; i < most; i++) {
-            if (asked < units && pairs > 0) {
-                if (asked_step == 0) asked_row = row_of(asked);
-                ring.ask(a.mm.w, asked_row, put, asked_step);
-                if (++asked_step == ring.steps) {
-                    asked_step = 0;
-                    asked += blocks;
-                    put = put + 1 == a.depth ? 0 : put + 1;
-                }
-            }
-            copy_commit();
-        }
-    };
-    if (U > 0) {
-        const int most = (31 + warp_count()) / warp_count();  // pairs of a warp
-        ring.open((unsigned char *)(h + 64) + warp_id() * a.depth * 2 * ring.run_bytes(groups, most), groups, pairs);
-        ask(a.depth * ring.steps);
-    }
-    if (!EXPERTS) wait_for_previous();
-    start_next();
-    InputGroups<U == 0 ? 1 : U> held;
-    if (U > 0) held.load(in, ring.first_group(0), groups);
-    if (EXPERTS && a.ask_down) prefetch_down(a, choice.ids, block, blocks);
-    if (EXPERTS && block == 0) block_choice_weights(a.topk, 0, choice);
-    int turn = 0, take = 0;
-    for (int unit = block; unit < units; unit += blocks, turn ^= 1) {
-        float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
-        if (U > 0) {
-#pragma unroll 1
-            for (int s = 0; s < ring.steps; s++) {
-                copy_wait(a.depth * ring.steps - 1);
-                __syncwarp();
-#pragma unroll 1
-                for (int j = s * ring.step; j < (s + 1) * ring.step && j < pairs; j++) {
-                    float y[2];
-                    ring.pair(take, j, in, held, y);
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const float sum = __shfl_sync(FULL_WARP, y[i], 0);
-                        if (lane == j) mine[i] = sum;
-                    }
-                }
-                __syncwarp();  // this step's memory may be asked for again
-                ask(1);
-            }
-            take = take + 1 == a.depth ? 0 : take + 1;
+        if (by_warp) {
+            ids = warp_choose(a.topk.logits, a.topk.E, own.count, [&] { in.ask(row, groups); });
         } else {
-#pragma unroll 1
-            for (int j = 0; j < pairs; j += 4) {
-                const int rows = pairs - j < 4 ? pairs - j : 4;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    WarpRows<2, 4> four;
-                    float y[4];
-                    four.begin(a.mm.w[i], row_of(unit) + j, rows);
-                    four.finish(a.mm.w[i], row_of(unit) + j, rows, in, a.mm.x, y);
-#pragma unroll
-                    for (int r = 0; r < 4; r++) {
-                        const float sum = __shfl_sync(FULL_WARP, y[r], 0);
-                        if (lane == j + r) mine[i] = sum;
-                    }
-                }
-            }
+            in.ask(row, groups);
+            block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
         }
-        float *const out = h + 32 * turn;
-        if (lane < pairs) out[first + lane] = (mine[0] / (1.0f + exp_form(-mine[0]))) * mine[1];
+    }
+    bool begun = false;
+    int turn = 0;
+    for (int unit = block; unit < own.units; unit += blocks, turn ^= 1) {
+        const int rank = unit / own.per_expert;
+        const long long expert = !EXPERTS ? 0 : by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
+        const long long first = expert * a.swiglu.F + 32 * (unit - rank * own.per_expert);  // row
+#pragma unroll 1
+        for (int quad = warp_id(); quad < 8; quad += warp_count()) {
+            float acc[2] = {0.0f, 0.0f};
+#pragma unroll 1
+            for (int piece = 0; piece < pieces; piece++) {
+                QuadPair<FULL> rows;
+                rows.ask(a.mm.w, first + 4 * quad, groups, piece, tile);
+                if (!begun) {  // each warp once: warps are no more than quads
+                    if (!EXPERTS) wait_for_previous();
+                    start_next();
+                    if (!EXPERTS) in.ask(row, groups);
+                    copy_wait_all();
+                    __syncthreads();
+                    begun = true;
+                } else {
+                    copy_wait_all();
+                    __syncwarp();
+                }
+                rows.add(in, piece, tile, acc);
+                __syncwarp();  // the scales' memory may be asked for again
+            }
+            const float value = swiglu_element(group_hsum8(acc[0]), group_hsum8(acc[1]));
+            if (lane % 8 == 0) h[32 * turn + 4 * quad + lane / 8] = value;
+        }
         __syncthreads();
         if (warp_id() == 0) {
-            warp_a8_one(out, a.a8, unit);
-            a.swiglu.h[32 * unit + lane] = out[lane];
+            const float value = h[32 * turn + lane];
+            warp_a8_element(value, a.a8, unit);
+            a.swiglu.h[32 * unit + lane] = value;
         }
     }
-    copy_wait_all();
+    if (!begun) {  // a block without a unit
+        if (!EXPERTS) wait_for_previous();
+        start_next();
+        copy_wait_all();
+    }
 }
 
-// Dynamic shared: ChoiceShared (experts), f32[2, 32], the warps' rings.
+// Any format and length.
+template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
+    const int lane = lane_id(), E = EXPERTS ? a.topk.E : 0, T = EXPERTS ? a.topk.T : 0;
+    const GateUpUnits own(a, EXPERTS, block, blocks);
+    const int first = 32 * warp_id() / warp_count(), pairs = 32 * (warp_id() + 1) / warp_count() - first;
+    float *const h = (float *)shared;  // f32[2, 32]: units in turn
+    const ChoiceShared choice = choice_shared((unsigned char *)(h + 64), E, T);
+    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    touch_exp_table();
+    wait_for_previous();
+    if (EXPERTS) block_choose(a.topk.logits, E, T, choice);
+    start_next();
+    int turn = 0;
+    for (int unit = block; unit < own.units; unit += blocks, turn ^= 1) {
+        const long long expert = EXPERTS ? choice.ids[unit / own.per_expert] : 0;
+        const long long row = expert * a.swiglu.F + 32 * (unit % own.per_expert) + first;
+        float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
+#pragma unroll 1
+        for (int j = 0; j < pairs; j += 4) {
+            const int rows = pairs - j < 4 ? pairs - j : 4;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                WarpRows<2, 4> four;
+                float y[4];
+                four.begin(a.mm.w[i], row + j, rows);
+                four.finish(a.mm.w[i], row + j, rows, in, a.mm.x, y);
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    const float sum = __shfl_sync(FULL_WARP, y[r], 0);
+                    if (lane == j + r) mine[i] = sum;
+                }
+            }
+        }
+        if (lane < pairs) h[32 * turn + first + lane] = swiglu_element(mine[0], mine[1]);
+        __syncthreads();
+        if (warp_id() == 0) {
+            const float value = h[32 * turn + lane];
+            warp_a8_element(value, a.a8, unit);
+            a.swiglu.h[32 * unit + lane] = value;
+        }
+    }
+}
+
+// Dynamic shared: StagedRow, f32[2, 32], scales of the warps' quads, ChoiceShared (experts). The name says of what number
+// the input's length is a multiple.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_2048)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<true, false>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<false, false>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<true, true>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_256)(const GateUpArgs a) {
+    DYNAMIC_SHARED(shared);
+    gate_up<false, true>(a, blockIdx.x, gridDim.x, shared);
+}
+// Dynamic shared: f32[2, 32], ChoiceShared (experts).
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_any)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
-    gate_up<0, false>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u2)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<2, false>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_u4)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<4, false>(a, blockIdx.x, gridDim.x, shared);
+    gate_up_any<false>(a, blockIdx.x, gridDim.x, shared);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
-    gate_up<0, true>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_u2)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<2, true>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_u4)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<4, true>(a, blockIdx.x, gridDim.x, shared);
+    gate_up_any<true>(a, blockIdx.x, gridDim.x, shared);
 }
 
 // ---- down, combination, residual ----
@@ -303,7 +316,6 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_u4)(const GateUpArgs a) {
 
 // Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
 struct DownShared {
-    float *weights;        // f32[T rounded up to 4]
     float *y;              // f32[T, rows]
     unsigned char *codes;  // u8[T, rows, G, 16], q4local
     unsigned char *scale;  // f16[T, rows, G]; each expert's start rounded up to 16 bytes
@@ -312,8 +324,7 @@ struct DownShared {
 
 DEVICE DownShared down_shared(unsigned char *base, int T, int rows, int groups) {
     DownShared sh;
-    sh.weights = (float *)base;
-    sh.y = sh.weights + (T + 3) / 4 * 4;
+    sh.y = (float *)base;
     sh.codes = (unsigned char *)(sh.y + T * rows);  // rows is a multiple of 4
     sh.scale = sh.codes + T * rows * groups * 16;
     sh.scale_bytes = (2 * rows * groups + 15) / 16 * 16;
@@ -353,10 +364,10 @@ DEVICE void down_quads(const DownShared &sh, const DownItem &item, int rows, int
     }
 }
 
-// A block takes `a.rows` neighbouring rows of every chosen expert: what the experts are follows from the logits, which
-// the kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats are read
-// where they lie). A warp takes whole experts, or as many rows of one as leave work for every warp; then each row is
-// combined in rank order and added to x.
+// A block takes `a.rows` neighbouring rows of every chosen expert: what the experts and their weights are follows from the
+// logits, which the kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats
+// are read where they lie). Block 0 stores the choice. A warp takes whole experts, or as many rows of one as leave work for
+// every warp; then each row is combined in rank order and added to x.
 template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
     const int T = a.mm.T, rows = a.rows, groups = w.k / 32;
@@ -388,11 +399,10 @@ template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int
                           sh.scale + t * sh.scale_bytes, w.scale + g, count * groups, lane_id(), 32);
             }
         }
-        float weight = 0.0f;
         if (!waited) {
+            block_choice_weights(a.topk, 0, choice);
             wait_for_previous();
             start_next();
-            if ((int)threadIdx.x < T) weight = load_l2(a.combine.weights + threadIdx.x);
         }
         DownItem item = {};
         if (warp_id() < items) item = item_of(warp_id());
@@ -419,19 +429,16 @@ template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int
                 if (j < item.have && lane_id() % 8 == 0) sh.y[item.t * rows + 4 * (item.quad + j) + lane_id() / 8] = y;
             }
         }
-        if (!waited) {  // not ahead of the rows: a store waits for its load
-            if ((int)threadIdx.x < T) sh.weights[threadIdx.x] = weight;
-            for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.weights[t] = load_l2(a.combine.weights + t);
-            waited = true;
-        }
         __syncthreads();
         if ((int)threadIdx.x < count) {  // rows are no more than threads
             float acc = 0.0f;
 #pragma unroll 4
-            for (int t = 0; t < T; t++) acc = fma_f32(sh.weights[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
+            for (int t = 0; t < T; t++) acc = fma_f32(choice.p[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
             a.combine.out[n + threadIdx.x] = acc;
             a.add.x[n + threadIdx.x] = x + acc;
         }
+        if (!waited && block == 0) block_store_choice(a.topk, 0, choice);
+        waited = true;
         n += blocks * rows;
         if (n < w.n) __syncthreads();
     } while (n < w.n);

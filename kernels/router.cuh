@@ -8,7 +8,7 @@ struct ChoiceShared {
     unsigned *keys;  // u32[E rounded up to 8]
     int *ids;        // i32[T rounded up to 4]: the chosen experts by rank
     float *p_all;    // f32[E rounded up to 4]: exponentials of all experts
-    float *p;        // f32[T rounded up to 4]: of the chosen ones
+    float *p;        // f32[T rounded up to 4]: of the chosen ones, then their weights
     float *lanes;    // f32[8]
     int *finite;     // i32[32]: of each warp
 };
@@ -31,9 +31,8 @@ DEVICE ChoiceShared choice_shared(unsigned char *base, int E, int T) {
 // Integers in the order of the logits: +0 and -0 share one, NaN is above all, and none is 0.
 DEVICE unsigned rank_key(float logit) {
     const unsigned u = f32_bits(logit), magnitude = u & 0x7fffffffu;
-    if (magnitude > KESTREL_INF_BITS) return 0xffffffffu;
-    if (magnitude == 0) return 0x80000000u;
-    return u >> 31 ? ~u : u | 0x80000000u;
+    const unsigned key = magnitude == 0 ? 0x80000000u : u ^ ((unsigned)((int)u >> 31) | 0x80000000u);
+    return magnitude > KESTREL_INF_BITS ? 0xffffffffu : key;
 }
 
 // sh.ids from the logits, f32[E] in global memory (written by another block or kernel). Each expert counts who ranks
@@ -81,16 +80,70 @@ DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &
     __syncthreads();
 }
 
-// Stores the ids that block_choose left and makes their weights, for row m. Ends with a barrier.
+// The same choice by one warp for itself, without shared memory, for up to 128 experts: lane t returns the expert of rank t,
+// for the ranks below `count`, at most 32. A lane holds four neighbouring experts in rank order and puts its best one
+// forward; each round takes the best of those, of equal ones that of the lowest lane. `meanwhile` is called while the
+// logits travel.
+#define WARP_CHOOSE_EXPERTS 128
+#define WARP_CHOOSE_RANKS 32
+template <class Meanwhile> DEVICE int warp_choose(const float *logits, int E, int count, const Meanwhile &meanwhile) {
+    const int lane = lane_id();
+    float4 v;
+    if (E % 4 == 0) {
+        v = load_l2((const float4 *)logits + (4 * lane < E ? lane : 0));
+    } else {
+        v.x = load_l2(logits + (4 * lane < E ? 4 * lane : 0));
+        v.y = load_l2(logits + (4 * lane + 1 < E ? 4 * lane + 1 : 0));
+        v.z = load_l2(logits + (4 * lane + 2 < E ? 4 * lane + 2 : 0));
+        v.w = load_l2(logits + (4 * lane + 3 < E ? 4 * lane + 3 : 0));
+    }
+    meanwhile();
+    unsigned key[4] = {rank_key(v.x), rank_key(v.y), rank_key(v.z), rank_key(v.w)};
+    unsigned order = 0x3210u;  // a nibble for each key: whose it is
+#pragma unroll
+    for (int j = 0; j < 4; j++) key[j] = 4 * lane + j < E ? key[j] : 0u;  // below every expert's
+    // A merge of two sorted pairs: up to the last step whatever is compared lies in the order of its index.
+    auto sort = [&](int i, int j, bool swap, unsigned flip) {
+        const unsigned a = key[i], b = key[j];
+        key[i] = swap ? b : a;
+        key[j] = swap ? a : b;
+        // flip has ones where the nibbles of i and j lie
+        const unsigned x = (order >> 4 * i ^ order >> 4 * j) & 0xfu;
+        order ^= swap ? x * flip : 0u;
+    };
+    sort(0, 1, key[1] > key[0], 0x0011u);
+    sort(2, 3, key[3] > key[2], 0x1100u);
+    sort(0, 2, key[2] > key[0], 0x0101u);
+    sort(1, 3, key[3] > key[1], 0x1010u);
+    sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
+    const unsigned own = 1u << lane, up_to_own = 2u * own - 1u;
+    int id = 0;
+#pragma unroll 1
+    for (int t = 0; t < count; t++) {
+        const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
+        const unsigned those = __ballot_sync(FULL_WARP, key[0] == best);
+        const int e = __shfl_sync(FULL_WARP, 4 * lane + (int)(order & 3u), __ffs((int)those) - 1);
+        if (t == lane) id = e;
+        if ((those & up_to_own) == own) {
+            key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
+            order >>= 4;
+        }
+    }
+    return id;
+}
+
+// The weights of the ids that block_choose left, of row m, to sh.p. Ends with a barrier.
 DEVICE void block_choice_weights(const RouterTopkArgs &a, int m, const ChoiceShared &sh) {
     const float *const logits = a.logits + (long long)m * a.E;  // f32[E]
     const float r_max = load_l2(logits + sh.ids[0]);
     bool finite = true;
+#pragma unroll 1
     for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
         const float logit = load_l2(logits + e);
         finite = finite && (f32_bits(logit) & KESTREL_INF_BITS) != KESTREL_INF_BITS;
         if (!a.norm_topk_prob) sh.p_all[e] = exp_form(logit - r_max);
     }
+#pragma unroll 1
     for (int t = threadIdx.x; t < a.T; t += blockDim.x) sh.p[t] = exp_form(load_l2(logits + sh.ids[t]) - r_max);
     finite = __all_sync(FULL_WARP, finite);
     if (lane_id() == 0) sh.finite[warp_id()] = finite;
@@ -98,20 +151,30 @@ DEVICE void block_choice_weights(const RouterTopkArgs &a, int m, const ChoiceSha
     if (a.norm_topk_prob) {
         if (threadIdx.x == 0) {
             float sum = sh.p[0];
+#pragma unroll 1
             for (int t = 1; t < a.T; t++) sum += sh.p[t];  // rank order
             sh.lanes[0] = sum;
         }
     } else if (threadIdx.x < 8) {
         float sum = 0.0f;
+#pragma unroll 1
         for (int e = threadIdx.x; e < a.E; e += 8) sum += sh.p_all[e];
         sh.lanes[threadIdx.x] = sum;
     }
     __syncthreads();
+#pragma unroll 1
     for (int w = 0; w < warp_count(); w++) finite = finite && sh.finite[w];
     const float denominator = a.norm_topk_prob ? sh.lanes[0] : hsum8(sh.lanes);
+#pragma unroll 1
+    for (int t = threadIdx.x; t < a.T; t += blockDim.x)
+        sh.p[t] = finite ? sh.p[t] / denominator : f32_from_bits(KESTREL_NAN_BITS);
+    __syncthreads();
+}
+
+// Stores ids and weights of row m.
+DEVICE void block_store_choice(const RouterTopkArgs &a, int m, const ChoiceShared &sh) {
     for (int t = threadIdx.x; t < a.T; t += blockDim.x) {
         a.ids[(long long)m * a.T + t] = sh.ids[t];
-        a.weights[(long long)m * a.T + t] = finite ? sh.p[t] / denominator : f32_from_bits(KESTREL_NAN_BITS);
+        a.weights[(long long)m * a.T + t] = sh.p[t];
     }
-    __syncthreads();
 }

@@ -66,18 +66,15 @@ struct NormRouterArgs {
     int reserved;
 };
 
-// router_topk (experts), moe_matmul by gate and up (dense: matmul), swiglu, quantize_a8.
+// The choice of router_topk (experts), moe_matmul by gate and up (dense: matmul), swiglu, quantize_a8.
 struct GateUpArgs {
     MoeMatmulArgs mm;
     SwigluArgs swiglu;
     QuantizeA8Args a8;
     RouterTopkArgs topk;
-    Weight down;   // experts: what the next kernel reads
-    int depth;     // units that a warp has in flight: 1 or 2
-    int ask_down;  // 0 | 1: ask L2 for the chosen experts' rows of `down`
 };
 
-// moe_matmul by down, moe_combine, add: x += out. The experts follow from the logits of router_topk.
+// router_topk, moe_matmul by down, moe_combine, add: x += out.
 struct MoeDownArgs {
     MoeMatmulArgs mm;
     MoeCombineArgs combine;

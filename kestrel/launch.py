@@ -35,8 +35,8 @@ MATRIX_STAGES = (
     *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
     *(f"k_head_{form}" for form in HEAD_FORMS),
 )
-# Gate, up and SwiGLU: u groups of the input to a thread, or weights of any format.
-GATE_UP_STAGES = tuple(f"k_{moe}gate_up_{form}" for moe in ("", "moe_") for form in ("any", "u2", "u4"))
+# Gate, up and SwiGLU: q4local with inputs of a multiple of so many elements, or any weights.
+GATE_UP_STAGES = tuple(f"k_{moe}gate_up_{form}" for moe in ("", "moe_") for form in ("any", "256", "2048"))
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,6 @@ class Tuning:
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
-    gate_up_depth: int = 2  # units that a block has in flight, at most 2
-    ask_down: int = 0  # 1: gate and up ask L2 for the chosen experts' down rows
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     row_warps: int = 4  # of the stages that end with a residual

@@ -126,6 +126,8 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
     ((unsigned)simt::warp_collective(SIMT_SITE, simt::Collective::ballot, mask, (predicate) ? 1 : 0, 0, 32))
 #define __any_sync(mask, predicate) (__ballot_sync(mask, predicate) != 0u)
 #define __all_sync(mask, predicate) (__ballot_sync(mask, !(predicate)) == 0u)
+#define __reduce_add_sync(mask, v) \
+    ((int)simt::warp_collective(SIMT_SITE, simt::Collective::reduce_add, mask, (unsigned)(v), 0, 32))
 #define __reduce_max_sync(mask, v) \
     ((unsigned)simt::warp_collective(SIMT_SITE, simt::Collective::reduce_max, mask, (unsigned)(v), 0, 32))
 

@@ -19,7 +19,6 @@ from kestrel.ops import (
     RopeArgs,
     RouterTopkArgs,
     SwigluArgs,
-    Weight,
 )
 
 
@@ -80,9 +79,6 @@ GateUpArgs = _struct(
     ("swiglu", SwigluArgs),
     ("a8", QuantizeA8Args),
     ("topk", RouterTopkArgs),
-    ("down", Weight),
-    ("depth", ctypes.c_int32),
-    ("ask_down", ctypes.c_int32),
 )
 MoeDownArgs = _struct(
     "MoeDownArgs",

@@ -10,18 +10,13 @@ from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
-RING_DEPTH = 2  # times four groups of copies, all of which copy_wait can leave open but one
+QUADS = 8  # of a unit of gate and up: four rows of each matrix
+QUAD_SCALES = 2 * 4 * (128 + 16)  # bytes of a warp (``QuadPair``)
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
 def _round_up(a: int, b: int) -> int:
     return ceil(a, b) * b
-
-
-def _ring_bytes(groups: int, warps: int) -> int:
-    """The gate and up rows of one unit in the rings of a block's warps (``PairRing``)."""
-    pairs = ceil(32, warps)
-    return warps * 2 * (16 * pairs * groups + _round_up(2 * pairs * groups, 16))
 
 
 def _q4local(mm: Any) -> bool:
@@ -45,34 +40,40 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     return Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)
 
 
-def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, down: Any = None) -> Launch | None:
+def _gate_up_form(mm: Any) -> str:
+    """``any``, or of what number the input's length is a multiple."""
+    k = mm.w[0].k
+    copied = [mm.xq, mm.xd, mm.gsum, *(mm.w[i].scale for i in range(mm.n_w))]
+    if not _q4local(mm) or k % 256 or any(address % 16 for address in copied):
+        return "any"
+    return "256" if k % 2048 else "2048"
+
+
+def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Launch | None:
     """The two matrices, SwiGLU, a8; with ``topk`` the choice of experts ahead of them."""
-    experts, width, groups = topk is not None, swiglu.F, moe.w[0].k // 32
+    experts, width, k = topk is not None, swiglu.F, moe.w[0].k
     slots = moe.T if experts else 1
     fits = moe.M == 1 and moe.n_w == 2 and moe.w[0].n == width and moe.w[1].n == width
-    fits = fits and moe.w[0].k % 32 == 0 and swiglu.gu == moe.y and slots == swiglu.R and not moe.per_slot
+    fits = fits and k % 32 == 0 and swiglu.gu == moe.y and slots == swiglu.R and not moe.per_slot
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
     units = slots * (width // 32)
-    blocks = min(units, t.sms * t.gate_up_blocks)
-    warps = t.gate_up_warps
+    warps = min(t.gate_up_warps, QUADS)
+    form = _gate_up_form(moe)
     shared = 4 * 64 + (router_shared_bytes(topk.E, topk.T) if experts else 0)
+    staged = k + k // 4 + warps * QUAD_SCALES
+    if form != "any" and shared + staged <= t.shared_limit - STATIC_SHARED:
+        shared += staged
+    else:
+        form = "any"
     if shared > t.shared_limit - STATIC_SHARED:
         return None
-    form, depth = "any", 1
-    ring = _ring_bytes(groups, warps)
-    if _q4local(moe) and shared + ring <= t.shared_limit - STATIC_SHARED:
-        # As many units as a block has, while as many blocks as are meant to share a multiprocessor have room.
-        form = "u2" if groups <= 64 else "u4"
-        room = t.shared_limit // t.gate_up_blocks - STATIC_SHARED - shared
-        depth = max(1, min(t.gate_up_depth, RING_DEPTH, ceil(units, blocks), room // ring))
-        shared += depth * ring
-    args = GateUpArgs(moe, swiglu, a8, depth=depth)
+    args = GateUpArgs(moe, swiglu, a8)
     if experts:
-        args.topk, args.down, args.ask_down = topk, down, t.ask_down
+        args.topk = topk
     name = f"k_{'moe_' if experts else ''}gate_up_{form}"
-    return Launch(name, (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+    return Launch(name, (min(units, t.sms * t.gate_up_blocks), 1, 1), (32 * warps, 1, 1), shared, args)
 
 
 def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
@@ -80,7 +81,7 @@ def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     groups = mm.w[0].k // 32
     staged = rows * groups * 16 + _round_up(2 * rows * groups, 16) if _q4local(mm) else 0
     chosen = int(mm.T)
-    return router_shared_bytes(topk.E, chosen) + 4 * _round_up(chosen, 4) + chosen * (4 * rows + staged)
+    return router_shared_bytes(topk.E, chosen) + chosen * (4 * rows + staged)
 
 
 def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
@@ -109,7 +110,7 @@ MOE_OPS = (
 
 def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
     """The whole FFN of experts, in three launches in a row: ahead of its wait each may read what the launch
-    two before it wrote, and the last one finds the router's logits so.
+    two before it wrote, and the last one finds the router's logits so. It also stores the choice.
     """
     if not names(ops, *MOE_OPS):
         return None
@@ -122,7 +123,7 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     launches = [
         _norm_router([ops[0], ops[1], ops[3]], t),
-        _gate_up(up, swiglu, h_a8, t, topk, down.w[0]),
+        _gate_up(up, swiglu, h_a8, t, topk),
         _down(ops[7:], topk, t),
     ]
     found = [launch for launch in launches if launch is not None]

@@ -126,8 +126,6 @@ VARIANTS: dict[str, tuple[int, int]] = {
     "router_rows": (1, 3),
     "gate_up_warps": (1, 5),
     "gate_up_blocks": (1, 3),
-    "gate_up_depth": (1,),
-    "ask_down": (1,),
     "down_warps": (1, 5),
     "down_rows": (4, 12),
     "row_warps": (1, 8),

@@ -21,7 +21,7 @@ from tests.kernels.harness import Case
 from tests.support.forward import make_model
 from tests.support.models import random_weights, tiny_config
 
-MOE_STAGES = ("k_norm_router", "k_moe_gate_up_u2", "k_moe_down")
+MOE_STAGES = ("k_norm_router", "k_moe_gate_up_256", "k_moe_down")
 Grid = Callable[[Launch], int]
 
 
@@ -76,7 +76,13 @@ def check(
 
 
 def moe_config(**shape: Any) -> ModelConfig:
-    return tiny_config("qwen3_moe", **{"layers": 1, "vocab": 64, **shape})
+    return tiny_config("qwen3_moe", **{"layers": 1, "vocab": 64, "hidden": 256, **shape})
+
+
+def gate_up_form(hidden: int, wtype: WType = WType.q4local) -> str:
+    if wtype != WType.q4local or hidden % 256:
+        return "any"
+    return "256" if hidden % 2048 else "2048"
 
 
 def weights_of(config: ModelConfig, wtype: WType = WType.q4local) -> Weights:
@@ -102,7 +108,7 @@ def non_finite(rng: np.random.Generator, bits: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [ties, zeros, non_finite])
-@pytest.mark.parametrize(("experts", "chosen"), [(5, 5), (20, 3), (130, 9)])
+@pytest.mark.parametrize(("experts", "chosen"), [(5, 5), (20, 3), (34, 33), (128, 8), (130, 9)])
 @pytest.mark.parametrize("norm", [True, False])
 def test_choices_of_the_joined_stages(change: Any, experts: int, chosen: int, norm: bool) -> None:
     config = moe_config(experts=experts, top_k=chosen, moe_ffn=32, norm_topk_prob=norm)
@@ -154,6 +160,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "more chosen than warps": {"experts": 12, "top_k": 11, "moe_ffn": 96},
     "long h": {"hidden": 96, "experts": 3, "top_k": 2, "moe_ffn": 1056},
     "long x": {"hidden": 2144, "heads": 2, "kv_heads": 1, "experts": 3, "top_k": 2, "moe_ffn": 32},
+    "a whole piece": {"hidden": 2048, "heads": 2, "kv_heads": 1, "experts": 5, "top_k": 3, "moe_ffn": 64},
+    "two pieces": {"hidden": 4096, "heads": 2, "kv_heads": 1, "experts": 2, "top_k": 2, "moe_ffn": 32},
+    "a step more": {"hidden": 2304, "heads": 2, "kv_heads": 1, "experts": 2, "top_k": 1, "moe_ffn": 64},
+    "no piece": {"hidden": 1792, "heads": 2, "kv_heads": 1, "experts": 2, "top_k": 2, "moe_ffn": 32},
 }
 
 
@@ -161,17 +171,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str, wtype: WType) -> None:
     config = moe_config(**SHAPES[name])
-    form = "any" if wtype == WType.q8local else "u2" if config.hidden_size <= 2048 else "u4"
+    form = gate_up_form(config.hidden_size, wtype)
     down = "k_moe_down_any" if wtype == WType.q8local else "k_moe_down"
     check(config, weights_of(config, wtype), kernels=("k_norm_router", f"k_moe_gate_up_{form}", down))
 
 
 @pytest.mark.parametrize("wtype", list(WType))
-@pytest.mark.parametrize("hidden", [96, 2144])
+@pytest.mark.parametrize("hidden", [96, 512, 2048, 2560])
 def test_dense(wtype: WType, hidden: int) -> None:
     config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, heads=2, kv_heads=1, ffn=160)
-    form = {WType.q8local: "any", WType.q4local: "u2" if hidden <= 2048 else "u4"}.get(wtype)
-    check(config, weights_of(config, wtype), kernels=(f"k_gate_up_{form}",) if form else ())
+    stages = () if wtype == WType.bf16 else (f"k_gate_up_{gate_up_form(hidden, wtype)}",)
+    check(config, weights_of(config, wtype), kernels=stages)
 
 
 # -- geometry ----------------------------------------------------------------------------------------------
@@ -187,28 +197,31 @@ GRIDS: dict[str, Grid] = {
 @pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
 def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
-    config = moe_config(hidden=224, experts=13, top_k=5, moe_ffn=96)
-    check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
-    config = tiny_config("qwen3", layers=1, vocab=64, ffn=416)
-    check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
+    for hidden in (224, 512):
+        config = moe_config(hidden=hidden, experts=13, top_k=5, moe_ffn=96)
+        check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
+        config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, ffn=416)
+        check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
 
 
 @pytest.mark.parametrize(
     "tuning",
     [
         Tuning(gate_up_warps=3, sms=2),
-        Tuning(gate_up_warps=8, gate_up_depth=1, sms=1),
+        Tuning(gate_up_warps=8, sms=1),
+        Tuning(gate_up_warps=16, sms=1),
         Tuning(down_warps=3, down_rows=20, sms=1),
         Tuning(down_warps=8, down_rows=64, sms=2),
         Tuning(down_warps=1, down_rows=32, sms=1),
         Tuning(router_rows=2, stage_warps=3),
-        Tuning(shared_limit=12_000, sms=1),
+        Tuning(shared_limit=10_000, sms=1),
         Tuning(shared_limit=24_000, sms=1),
     ],
 )
 def test_few_multiprocessors_and_little_memory(tuning: Tuning) -> None:
-    config = moe_config(hidden=224, experts=13, top_k=5, moe_ffn=96)
-    kernels = ("k_norm_router", "k_moe_down") if tuning.shared_limit == 12_000 else MOE_STAGES
+    config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=96)
+    small = ("k_norm_router", "k_moe_gate_up_any", "k_moe_down")
+    kernels = small if tuning.shared_limit == 10_000 else MOE_STAGES
     check(config, weights_of(config), tuning=tuning, seed=1, kernels=kernels)
     model = make_model(config, weights_of(config), backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
     found = plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
