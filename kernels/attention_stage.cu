@@ -4,12 +4,13 @@
 #include "attention_unit.cuh"
 #include "warp_rows.cuh"
 
-// Query heads of a unit: fewer, and so more units, as long as every unit finds a block of its own. Any cut gives the
-// same bits.
-DEVICE int unit_heads(int per_kv, int nkv, int chunks, int blocks) {
-    int heads = 1;
-    while (heads < UNIT_HEADS && heads < per_kv && nkv * ((per_kv + heads - 1) / heads) * chunks > blocks) heads *= 2;
-    return heads;
+// Query heads of a unit, as a power of two: fewer, and so more units, as long as every unit finds a block of its own. Any
+// cut gives the same bits.
+DEVICE int unit_heads_log2(int per_kv, int nkv, int chunks, int blocks) {
+    int log2 = 0;
+    while ((1 << log2) < UNIT_HEADS && (1 << log2) < per_kv && nkv * ((per_kv + (1 << log2) - 1) >> log2) * chunks > blocks)
+        log2++;
+    return log2;
 }
 
 template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
@@ -17,23 +18,24 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
     touch_exp_table();
     const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
-    const int per_kv = a.nh / a.nkv, HS = unit_heads(per_kv, a.nkv, pos / CHUNK + 1, blocks);
-    const int parts = (per_kv + HS - 1) / HS, groups = a.nkv * parts;
+    const int per_kv = a.nh / a.nkv, log2 = unit_heads_log2(per_kv, a.nkv, pos / CHUNK + 1, blocks);
+    const int HS = 1 << log2, parts = (per_kv + HS - 1) >> log2, groups = a.nkv * parts;
     Unit u;
     u.pos = pos;
     u.chunks = pos / CHUNK + 1;
     u.base = load_l2(a.base);
-    u.slots = blocks / groups < 1 ? 1 : blocks / groups < u.chunks ? blocks / groups : u.chunks;
+    u.slots = blocks >= groups * u.chunks ? u.chunks : blocks < groups ? 1 : blocks / groups;
     const RowWeights<W / 2> rw = unit_row_weights<W / 2>(st, HS);
     bool waited = false;
 #pragma unroll 1
     for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
-        const int group = item % groups;
-        u.kv = group / parts;
         u.slot = item / groups;
-        u.h0 = u.kv * per_kv + group % parts * HS;
-        u.heads = per_kv - group % parts * HS < HS ? per_kv - group % parts * HS : HS;
-        u.first_of_kv = group % parts == 0;
+        const int group = item - u.slot * groups;
+        u.kv = group / parts;
+        const int first = (group - u.kv * parts) * HS;  // query head of the KV head
+        u.h0 = u.kv * per_kv + first;
+        u.heads = per_kv - first < HS ? per_kv - first : HS;
+        u.first_of_kv = first == 0;
 #pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
             const int begin = chunk * CHUNK;
@@ -52,19 +54,16 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 if (!waited) {
                     unit_angles(st.rope, pos, sh.angle);
                     prefetch_ranges(st.next);
-                    if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;
                     __syncthreads();
                     wait_for_previous();
                     start_next();
                     waited = true;
-                } else if ((int)threadIdx.x < cached) {
-                    sh.ks[threadIdx.x] = ks;
                 }
-                const bool has_new = (u.chunks - 1 - u.slot) % u.slots == 0;
+                const bool has_new =
+                    u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
                 unit_rows(st, sh, u, HS, rw, has_new, t_new, u.slot == 0, has_new && u.first_of_kv);
-            } else if ((int)threadIdx.x < cached) {
-                sh.ks[threadIdx.x] = ks;
             }
+            if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
             unit_transpose(sh, 16 * W, a.hd, cached);
             __syncthreads();
             if (t_new < CHUNK) {  // the new row takes its place

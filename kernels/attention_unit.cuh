@@ -68,16 +68,18 @@ DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 ==
 // stage's wait, because earlier steps wrote them. slot0: cache slot of the chunk's first position. V rows of positions
 // that are not cached are +0.
 DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, long long slot0, int kv, int cached) {
-    const int units = a.hd / 16, begin = 32 * warp_id();
-    const long long start = (slot0 * a.nkv + kv) * a.hd;  // of position 0
-    const long long stride = (long long)a.nkv * a.hd;
-    if (begin > cached) return;
+    const int units = a.hd / 16, begin = 32 * warp_id();  // a row is so many units of 16 bytes
+    const int rows = 32 / units, row = lane_id() / units, at = lane_id() - row * units;
+    if (begin > cached || row >= rows) return;
+    const int stride = a.nkv * a.hd;
+    const long long start = (slot0 + begin) * stride + kv * a.hd + 16 * at;
 #pragma unroll 4
-    for (int i = lane_id(); i < 32 * units; i += 32) {
-        const int t = begin + i / units, at = i % units;
+    for (int i = row; i < 32; i += rows) {
+        const int t = begin + i;
         if (t < cached) {
-            copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + start + t * stride + 16 * at);
-            copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + start + t * stride + 16 * at);
+            const long long from = start + i * stride;
+            copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + from);
+            copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + from);
         } else {
             *(uint4 *)(sh.v8 + t * pitch + 16 * at) = make_uint4(0, 0, 0, 0);
         }
@@ -87,10 +89,13 @@ DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, 
 // Where four positions of an element lie together: in rows of 4 * pitch bytes, one for each four positions, word `at`
 // holds element (at % (hd/4)) / 4 * 16 + at / (hd/4) * 4 + at % 4. An order in which the transposition meets no bank twice.
 DEVICE int unit_element_at(int at, int hd) {
-    const int quarter = hd / 4;
-    return at % quarter / 4 * 16 + at / quarter * 4 + at % 4;
+    const int quarter = hd / 4, which = at / quarter;
+    return (at - which * quarter) / 4 * 16 + which * 4 + at % 4;
 }
 DEVICE int unit_word_of(int e, int hd) { return e % 16 / 4 * (hd / 4) + e / 16 * 4 + e % 4; }
+
+// V bytes are kept plus 128, so that a byte is a float's lowest significand bits (value_float).
+#define VALUE_BIAS 0x80808080u
 
 // Waits for the warp's rows and turns V from rows of a position to words of an element's four positions, in place: one
 // load then gives a chain four terms.
@@ -98,11 +103,12 @@ DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) 
     copy_wait_all();
     __syncwarp();
     const int units = hd / 16, begin = 32 * warp_id();
+    const int quads = 32 / units, first = lane_id() / units, at = lane_id() - first * units;
     if (begin > cached) return;
 #pragma unroll 1
-    for (int quad = 0; quad < 8; quad += 32 / units) {  // a lane to 16 elements of four positions
-        const int mine = quad + lane_id() / units, at = lane_id() % units;
-        const bool real = lane_id() / units < 32 / units && mine < 8;
+    for (int quad = 0; quad < 8; quad += quads) {  // a lane to 16 elements of four positions
+        const int mine = quad + first;
+        const bool real = first < quads && mine < 8;
         signed char *const row = sh.v8 + (begin + 4 * mine) * pitch;
         uint4 r[4] = {};
         if (real) {
@@ -119,8 +125,9 @@ DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) 
                 const unsigned d = k == 0 ? r[3].x : k == 1 ? r[3].y : k == 2 ? r[3].z : r[3].w;
                 const unsigned ab0 = __byte_perm(a, b, 0x5140), ab1 = __byte_perm(a, b, 0x7362);
                 const unsigned cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
-                ((uint4 *)row)[k * units + at] = make_uint4(__byte_perm(ab0, cd0, 0x5410), __byte_perm(ab0, cd0, 0x7632),
-                                                            __byte_perm(ab1, cd1, 0x5410), __byte_perm(ab1, cd1, 0x7632));
+                ((uint4 *)row)[k * units + at] =
+                    make_uint4(__byte_perm(ab0, cd0, 0x5410) ^ VALUE_BIAS, __byte_perm(ab0, cd0, 0x7632) ^ VALUE_BIAS,
+                               __byte_perm(ab1, cd1, 0x5410) ^ VALUE_BIAS, __byte_perm(ab1, cd1, 0x7632) ^ VALUE_BIAS);
             }
         }
         __syncwarp();
@@ -130,7 +137,7 @@ DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) 
 // The new V row takes its place among the transposed ones; a thread to an element, barriers around it are the caller's.
 DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
     for (int e = threadIdx.x; e < hd; e += UNIT_THREADS)
-        sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = sh.new_row[hd + e];
+        sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = (signed char)(sh.new_row[hd + e] ^ 0x80);
 }
 
 // The norm weights of the row that this lane's group of sixteen makes: asked for before the stage's wait. PAIRS: pairs
@@ -428,15 +435,21 @@ DEVICE unsigned unit_moved(const UnitShared &sh) {
     return bits;
 }
 
+// Byte `i` of the word as the float it stands for: 2^23 + 128 + v, less the constant, both exact. A conversion of an
+// integer takes several times as long.
+DEVICE float value_float(unsigned word, int i) {
+    return f32_from_bits(__byte_perm(word, 0x4b000000u, 0x7440u + (unsigned)i)) - 8388736.0f;
+}
+
 // What SIZE neighbouring positions add to an element: V, in rows of PITCH words to four positions, and the weights of HPT
 // heads.
 template <int HPT, int PITCH> struct ValueGroup {
     static constexpr int SIZE = HPT == 4 ? 4 : 8;
-    int x[SIZE / 4];  // i8[4] each
+    unsigned x[SIZE / 4];  // four bytes each
     float w[HPT][SIZE];
 
     // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
-    DEVICE_MEMBER void load(const int *v, const float *weights) {
+    DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
 #pragma unroll
         for (int i = 0; i < SIZE / 4; i++) x[i] = v[i * PITCH];
 #pragma unroll
@@ -451,7 +464,7 @@ template <int HPT, int PITCH> struct ValueGroup {
     DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
         float value[SIZE];
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) value[i] = (float)(signed char)(x[i / 4] >> (8 * (i % 4)));
+        for (int i = 0; i < SIZE; i++) value[i] = value_float(x[i / 4], i % 4);
         if (!moved) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
@@ -485,7 +498,7 @@ template <int HPT, int PITCH> struct ValueGroup {
 template <int HPT, int PITCH>
 DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
     constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE;
-    const int *v = (const int *)sh.v8 + at + begin / 4 * PITCH;
+    const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
     unsigned moved = unit_moved(sh) >> (begin / 8);
 #pragma unroll
@@ -545,7 +558,7 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
     const int most = threads / hd > 0 ? threads / hd : 1, each = HS <= most ? 1 : HS <= 2 * most ? 2 : 4;  // heads of a thread
 #pragma unroll 1
     for (int item = thread; item < HS / each * hd; item += threads) {
-        const int j0 = item / hd * each, at = item % hd;
+        const int part = item / hd, j0 = part * each, at = item - part * hd;
         float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
             unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);

@@ -27,19 +27,21 @@ KESTREL_CONST unsigned long long EXPF_UCRT_TABLE[64] = {
 };
 
 KESTREL_FN float expf_ucrt(float x) {
-    if (x != x) return f32_from_bits(KESTREL_NAN_BITS);
-    if (x > 88.7228394f) return f32_from_bits(KESTREL_INF_BITS);
-    if (x < -104.0f) return 0.0f;
     const double xd = (double)x;
-    // x = n * ln2/64 + r, |r| <= ln2/128
-    const int n = f64_to_int_rn(xd * f64_from_bits(0x40571547652b82feull));                  // 64/ln2
-    const double r = fma_f64(-(double)n, f64_from_bits(0x3f862e42fefa39efull), xd);           // ln2/64
+    // x = n * ln2/64 + r, |r| <= ln2/128; n is rounded by pushing the fraction out of the significand, whose low bits
+    // are n then. Conversions would take longer, and so would branches around the values outside of the range.
+    const double shifted = xd * f64_from_bits(0x40571547652b82feull) + 0x1.8p52;  // 64/ln2
+    const int n = (int)f64_low_bits(shifted);
+    const double r = fma_f64(-(shifted - 0x1.8p52), f64_from_bits(0x3f862e42fefa39efull), xd);  // ln2/64
     const double z = r * r;
     // exp(r) - 1 = r + z/2 + z*r/6
     const double p = fma_f64(fma_f64(r, f64_from_bits(0x3fc5555555555555ull), 0.5), z, r);
     const double t = f64_from_bits(EXPF_UCRT_TABLE[n & 63]);
-    const double two_m = f64_from_bits((unsigned long long)(long long)((n >> 6) + 0x3ff) << 52);
-    return (float)(two_m * fma_f64(t, p, t));
+    const double two_m = f64_from_bits((unsigned long long)(unsigned)((n >> 6) + 0x3ff) << 52);
+    float y = (float)(two_m * fma_f64(t, p, t));
+    y = x > 88.7228394f ? f32_from_bits(KESTREL_INF_BITS) : y;
+    y = x < -104.0f ? 0.0f : y;
+    return x != x ? f32_from_bits(KESTREL_NAN_BITS) : y;
 }
 
 // Odd and even Taylor polynomials, |r| <= pi/4 and a little.
