@@ -99,20 +99,35 @@ template <bool FULL> struct QuadPair {
     static const int SCALE_BYTES = 2 * 4 * PITCH;   // of a warp
 
     uint4 codes[QUAD_STEPS][2];
-    int have;  // steps of the piece
+    int have;   // steps of the piece
+    bool rest;  // more than half of them. Never false if FULL, which the compiler cannot know: the branch keeps it from
+                // waiting for the second half before it computes the first
 
-    // Asks for piece `piece` of rows n .. n + 3. tile: u8[SCALE_BYTES], there after copy_wait_all and a warp barrier.
-    DEVICE_MEMBER void ask(const Weight *w, long long n, int groups, int piece, unsigned char *tile) {
+    // Asks for piece `piece` of rows whose groups begin at g (the slot's row). tile: u8[SCALE_BYTES], there after
+    // copy_wait_all and a warp barrier.
+    DEVICE_MEMBER void ask(const Weight *w, long long g, int groups, int piece, unsigned char *tile) {
         const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece;
         have = FULL || groups - first >= 8 * QUAD_STEPS ? QUAD_STEPS : (groups - first) / 8;
-        const long long g = (n + slot) * groups + first;  // of this slot's rows
+        rest = groups - first > 4 * QUAD_STEPS;
+        g += first;
+        const uint4 *const gate = (const uint4 *)w[0].codes + g + l, *const up = (const uint4 *)w[1].codes + g + l;
         if (FULL || l < have) {
             copy_async_16(tile + slot * PITCH + 16 * l, w[0].scale + g + 8 * l);
             copy_async_16(tile + (4 + slot) * PITCH + 16 * l, w[1].scale + g + 8 * l);
         }
-        const uint4 *const gate = (const uint4 *)w[0].codes + g + l, *const up = (const uint4 *)w[1].codes + g + l;
+        load_half(gate, up, 0);
+        if (rest) load_half(gate, up, QUAD_STEPS / 2);
+    }
+
+    // Adds the piece to acc, f32[2]: this lane's sums of its slot's gate and up row.
+    DEVICE_MEMBER void add(const StagedRow &in, int piece, const unsigned char *tile, float *acc) const {
+        add_half(in, piece, tile, acc, 0);
+        if (rest) add_half(in, piece, tile, acc, QUAD_STEPS / 2);
+    }
+
+    DEVICE_MEMBER void load_half(const uint4 *gate, const uint4 *up, int begin) {
 #pragma unroll
-        for (int j = 0; j < QUAD_STEPS; j++) {
+        for (int j = begin; j < begin + QUAD_STEPS / 2; j++) {
             if (FULL || j < have) {
                 codes[j][0] = load_streaming(gate + 8 * j);
                 codes[j][1] = load_streaming(up + 8 * j);
@@ -120,12 +135,11 @@ template <bool FULL> struct QuadPair {
         }
     }
 
-    // Adds the piece to acc, f32[2]: this lane's sums of its slot's gate and up row.
-    DEVICE_MEMBER void add(const StagedRow &in, int piece, const unsigned char *tile, float *acc) const {
+    DEVICE_MEMBER void add_half(const StagedRow &in, int piece, const unsigned char *tile, float *acc, int begin) const {
         const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece + l;
         const unsigned char *const scale = tile + slot * PITCH + 2 * l;
 #pragma unroll
-        for (int j = 0; j < QUAD_STEPS; j++) {
+        for (int j = begin; j < begin + QUAD_STEPS / 2; j++) {
             if (FULL || j < have) {
                 const int g = first + 8 * j, bias = q4_bias(in.gsum[g]);
                 const uint4 lo = in.lo[g], hi = in.hi[g];

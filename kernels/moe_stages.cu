@@ -159,12 +159,27 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
 // asked for ahead of the wait.
 struct GateUpUnits {
     int per_expert, units, count;  // count: experts by rank that the block's units need
+    int unit, rank, part;          // the block's current unit: part `part` of the expert of rank `rank`
 
     DEVICE_MEMBER GateUpUnits(const GateUpArgs &a, bool experts, int block, int blocks) {
         per_expert = a.swiglu.F / 32;
         units = (experts ? a.mm.T : 1) * per_expert;
-        const int last = units - 1 - (units - 1 - block) % blocks;  // of this block's
-        count = block < units ? last / per_expert + 1 : 0;
+        unit = block;
+        rank = experts ? (int)((unsigned)block / (unsigned)per_expert) : 0;
+        part = block - rank * per_expert;
+        count = rank + 1;
+        if (units > blocks) {  // then every block has a unit
+            const unsigned last = (unsigned)(units - 1 - (int)((unsigned)(units - 1 - block) % (unsigned)blocks));
+            count = (int)(last / (unsigned)per_expert) + 1;
+        }
+    }
+
+    DEVICE_MEMBER bool more() const { return unit < units; }
+
+    DEVICE_MEMBER void advance(int blocks) {
+        unit += blocks;
+#pragma unroll 1
+        for (part += blocks; part >= per_expert && unit < units; part -= per_expert) rank++;
     }
 };
 
@@ -174,7 +189,7 @@ DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_f
 // q4local rows of whole steps. A warp takes four pairs of rows at a time, a quad.
 template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
     const int lane = lane_id(), groups = a.mm.w[0].k / 32, pieces = (groups + 8 * QUAD_STEPS - 1) / (8 * QUAD_STEPS);
-    const GateUpUnits own(a, EXPERTS, block, blocks);
+    GateUpUnits own(a, EXPERTS, block, blocks);
     StagedRow in;
     in.open(shared, groups);
     float *const h = (float *)(shared + StagedRow::bytes(groups));  // f32[2, 32]: units in turn
@@ -196,17 +211,16 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
     }
     bool begun = false;
     int turn = 0;
-    for (int unit = block; unit < own.units; unit += blocks, turn ^= 1) {
-        const int rank = unit / own.per_expert;
-        const long long expert = !EXPERTS ? 0 : by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
-        const long long first = expert * a.swiglu.F + 32 * (unit - rank * own.per_expert);  // row
+    for (; own.more(); own.advance(blocks), turn ^= 1) {
+        const long long expert = !EXPERTS ? 0 : by_warp ? __shfl_sync(FULL_WARP, ids, own.rank) : choice.ids[own.rank];
+        const long long start = expert * (a.swiglu.F * groups);  // of the expert's groups
 #pragma unroll 1
         for (int quad = warp_id(); quad < 8; quad += warp_count()) {
             float acc[2] = {0.0f, 0.0f};
 #pragma unroll 1
             for (int piece = 0; piece < pieces; piece++) {
                 QuadPair<FULL> rows;
-                rows.ask(a.mm.w, first + 4 * quad, groups, piece, tile);
+                rows.ask(a.mm.w, start + (32 * own.part + 4 * quad + lane / 8) * groups, groups, piece, tile);
                 if (!begun) {  // each warp once: warps are no more than quads
                     if (!EXPERTS) wait_for_previous();
                     start_next();
@@ -227,8 +241,8 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
         __syncthreads();
         if (warp_id() == 0) {
             const float value = h[32 * turn + lane];
-            warp_a8_element(value, a.a8, unit);
-            a.swiglu.h[32 * unit + lane] = value;
+            a.swiglu.h[32 * own.unit + lane] = value;
+            warp_a8_element(value, a.a8, own.unit);
         }
     }
     if (!begun) {  // a block without a unit
@@ -241,7 +255,7 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
 // Any format and length.
 template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
     const int lane = lane_id(), E = EXPERTS ? a.topk.E : 0, T = EXPERTS ? a.topk.T : 0;
-    const GateUpUnits own(a, EXPERTS, block, blocks);
+    GateUpUnits own(a, EXPERTS, block, blocks);
     const int first = 32 * warp_id() / warp_count(), pairs = 32 * (warp_id() + 1) / warp_count() - first;
     float *const h = (float *)shared;  // f32[2, 32]: units in turn
     const ChoiceShared choice = choice_shared((unsigned char *)(h + 64), E, T);
@@ -251,9 +265,9 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
     if (EXPERTS) block_choose(a.topk.logits, E, T, choice);
     start_next();
     int turn = 0;
-    for (int unit = block; unit < own.units; unit += blocks, turn ^= 1) {
-        const long long expert = EXPERTS ? choice.ids[unit / own.per_expert] : 0;
-        const long long row = expert * a.swiglu.F + 32 * (unit % own.per_expert) + first;
+    for (; own.more(); own.advance(blocks), turn ^= 1) {
+        const long long expert = EXPERTS ? choice.ids[own.rank] : 0;
+        const long long row = expert * a.swiglu.F + 32 * own.part + first;
         float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
 #pragma unroll 1
         for (int j = 0; j < pairs; j += 4) {
@@ -275,8 +289,8 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
         __syncthreads();
         if (warp_id() == 0) {
             const float value = h[32 * turn + lane];
-            warp_a8_element(value, a.a8, unit);
-            a.swiglu.h[32 * unit + lane] = value;
+            a.swiglu.h[32 * own.unit + lane] = value;
+            warp_a8_element(value, a.a8, own.unit);
         }
     }
 }
