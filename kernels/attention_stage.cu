@@ -26,6 +26,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     u.base = load_l2(a.base);
     u.slots = blocks >= groups * u.chunks ? u.chunks : blocks < groups ? 1 : blocks / groups;
     const RowWeights<W / 2> rw = unit_row_weights<W / 2>(st, HS);
+    const UnitQuads quads = unit_quads(HS, a.hd);
     bool waited = false;
 #pragma unroll 1
     for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
@@ -43,7 +44,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             const int t_new = pos - begin;  // past the chunk unless it is the last
             const int cached = t_new < CHUNK ? t_new : CHUNK;
             const long long slot0 = u.base + begin;
-            unit_fetch(a, sh, 16 * W, slot0, u.kv, cached);
+            unit_fetch(a, sh, 16 * W, quads, slot0, u.kv, cached);
             float ks = 0.0f, vs = 0.0f;
             if ((int)threadIdx.x < cached) {
                 const long long row = (slot0 + threadIdx.x) * a.nkv + u.kv;
@@ -64,7 +65,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 unit_rows(st, sh, u, HS, rw, has_new, t_new, u.slot == 0, has_new && u.first_of_kv);
             }
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
-            unit_transpose(sh, 16 * W, a.hd, cached);
+            unit_transpose(sh, 16 * W, a.hd, quads, cached);
             __syncthreads();
             if (t_new < CHUNK) {  // the new row takes its place
                 if ((int)threadIdx.x == t_new) vs = sh.new_scale[1];

@@ -22,7 +22,8 @@ struct UnitShared {
     float *qs;             // f32[HS]
     float *new_scale;      // f32[2]: ks and vs of the new row
     float *totals;         // f32[HS, UNIT_WARPS]: maximum of the positions of each warp
-    unsigned *moved;       // u32[UNIT_WARPS]: bit i: the maximum of a head moved within the i-th eight positions of the warp
+    unsigned char *moved;  // u8[2, UNIT_WARPS]: bit i: the maximum of a head moved within the i-th four positions of the
+                           // warp; of heads 0 to 3, and 4 to 7
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
     signed char *v8;       // i8[CHUNK / 4, 4 * pitch], pitch the largest hd of the kernel; see unit_transpose
@@ -41,8 +42,8 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     sh.qs = sh.ks + CHUNK;
     sh.new_scale = sh.qs + UNIT_HEADS;
     sh.totals = sh.new_scale + 4;
-    sh.moved = (unsigned *)(sh.totals + UNIT_WARPS * UNIT_HEADS);
-    sh.q8 = (signed char *)(sh.moved + UNIT_WARPS);
+    sh.moved = (unsigned char *)(sh.totals + UNIT_WARPS * UNIT_HEADS);
+    sh.q8 = (signed char *)(sh.moved + 4 * UNIT_WARPS);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
     sh.k8 = sh.v8 + CHUNK * pitch;
@@ -64,24 +65,46 @@ struct Unit {
 // lanes of mma_s8 that read two neighbouring rows touch every bank once.
 DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 == 0 ? at ^ (t % 2 * 4) : at); }
 
-// K and V rows of the warp's 32 positions, as far as they are cached, on their way to shared memory; allowed before the
-// stage's wait, because earlier steps wrote them. slot0: cache slot of the chunk's first position. V rows of positions
-// that are not cached are +0.
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, long long slot0, int kv, int cached) {
-    const int units = a.hd / 16, begin = 32 * warp_id();  // a row is so many units of 16 bytes
-    const int rows = 32 / units, row = lane_id() / units, at = lane_id() - row * units;
-    if (begin > cached || row >= rows) return;
-    const int stride = a.nkv * a.hd;
-    const long long start = (slot0 + begin) * stride + kv * a.hd + 16 * at;
-#pragma unroll 4
-    for (int i = row; i < 32; i += rows) {
-        const int t = begin + i;
-        if (t < cached) {
-            const long long from = start + i * stride;
-            copy_async_16(sh.k8 + unit_place(a.hd, t, at), a.kq + from);
-            copy_async_16(sh.v8 + t * pitch + 16 * at, a.vq + from);
-        } else {
-            *(uint4 *)(sh.v8 + t * pitch + 16 * at) = make_uint4(0, 0, 0, 0);
+// The first warps make the rows, the others fetch K and V and turn V meanwhile: four positions (a quad) at a time, a lane
+// to 16 elements of them.
+struct UnitQuads {
+    int first, step;  // quads of this lane; first: past the last, if it has none
+    int at;           // its unit of 16 bytes in a row
+};
+
+DEVICE UnitQuads unit_quads(int HS, int hd) {
+    const int makers = (HS + 3) / 2, units = hd / 16, rows = 32 / units, row = lane_id() / units;
+    UnitQuads q;
+    q.at = lane_id() - row * units;
+    q.step = (UNIT_WARPS - makers) * rows;
+    q.first = warp_id() < makers || row >= rows ? CHUNK / 4 : (warp_id() - makers) * rows + row;
+    return q;
+}
+
+// Quads of a chunk with `cached` positions and, past them, the new one: in whole UNIT_STEPs.
+DEVICE int unit_quads_end(int cached) {
+    const int quads = (cached + UNIT_STEP) / UNIT_STEP * (UNIT_STEP / 4);
+    return quads < CHUNK / 4 ? quads : CHUNK / 4;
+}
+
+// K and V rows of the chunk that begins at cache slot `slot0`, as far as they are cached, on their way to shared memory;
+// allowed before the stage's wait, because earlier steps wrote them. V rows past them are +0.
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, const UnitQuads &q, long long slot0, int kv,
+                       int cached) {
+    const int stride = a.nkv * a.hd, end = unit_quads_end(cached);
+    const long long start = slot0 * stride + kv * a.hd + 16 * q.at;
+#pragma unroll 1
+    for (int quad = q.first; quad < end; quad += q.step) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int t = 4 * quad + i;
+            if (t < cached) {
+                const long long from = start + t * stride;
+                copy_async_16(sh.k8 + unit_place(a.hd, t, q.at), a.kq + from);
+                copy_async_16(sh.v8 + t * pitch + 16 * q.at, a.vq + from);
+            } else {
+                *(uint4 *)(sh.v8 + t * pitch + 16 * q.at) = make_uint4(0, 0, 0, 0);
+            }
         }
     }
 }
@@ -97,26 +120,21 @@ DEVICE int unit_word_of(int e, int hd) { return e % 16 / 4 * (hd / 4) + e / 16 *
 // V bytes are kept plus 128, so that a byte is a float's lowest significand bits (value_float).
 #define VALUE_BIAS 0x80808080u
 
-// Waits for the warp's rows and turns V from rows of a position to words of an element's four positions, in place: one
+// Waits for the lane's copies and turns V from rows of a position to words of an element's four positions, in place: one
 // load then gives a chain four terms.
-DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) {
+DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, const UnitQuads &q, int cached) {
     copy_wait_all();
-    __syncwarp();
-    const int units = hd / 16, begin = 32 * warp_id();
-    const int quads = 32 / units, first = lane_id() / units, at = lane_id() - first * units;
-    if (begin > cached) return;
+    const int units = hd / 16, end = unit_quads_end(cached);
 #pragma unroll 1
-    for (int quad = 0; quad < 8; quad += quads) {  // a lane to 16 elements of four positions
-        const int mine = quad + first;
-        const bool real = first < quads && mine < 8;
-        signed char *const row = sh.v8 + (begin + 4 * mine) * pitch;
+    for (int quad = q.first; __any_sync(FULL_WARP, quad < end); quad += q.step) {  // whole warps
+        signed char *const row = sh.v8 + 4 * quad * pitch;
         uint4 r[4] = {};
-        if (real) {
+        if (quad < end) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) r[i] = *(const uint4 *)(row + i * pitch + 16 * at);
+            for (int i = 0; i < 4; i++) r[i] = *(const uint4 *)(row + i * pitch + 16 * q.at);
         }
         __syncwarp();
-        if (real) {
+        if (quad < end) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const unsigned a = k == 0 ? r[0].x : k == 1 ? r[0].y : k == 2 ? r[0].z : r[0].w;
@@ -125,7 +143,7 @@ DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, int cached) 
                 const unsigned d = k == 0 ? r[3].x : k == 1 ? r[3].y : k == 2 ? r[3].z : r[3].w;
                 const unsigned ab0 = __byte_perm(a, b, 0x5140), ab1 = __byte_perm(a, b, 0x7362);
                 const unsigned cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
-                ((uint4 *)row)[k * units + at] =
+                ((uint4 *)row)[k * units + q.at] =
                     make_uint4(__byte_perm(ab0, cd0, 0x5410) ^ VALUE_BIAS, __byte_perm(ab0, cd0, 0x7632) ^ VALUE_BIAS,
                                __byte_perm(ab1, cd1, 0x5410) ^ VALUE_BIAS, __byte_perm(ab1, cd1, 0x7632) ^ VALUE_BIAS);
             }
@@ -385,7 +403,7 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             if (lane == 31 && j0 + j < HS) sh.totals[(j0 + j) * UNIT_WARPS + warp_id()] = run[j];
     }
     __syncthreads();
-    bool any = false;
+    bool any[2] = {false, false};
 #pragma unroll 1
     for (int j0 = 0; j0 < HS; j0 += TURN) {
 #pragma unroll
@@ -412,7 +430,8 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             const float m = moved ? s : m_before;
             float c = 1.0f;
             if (moved) c = exp_form(m_before - s);
-            any = any || moved;
+            any[0] = any[0] || (moved && j0 < 4);
+            any[1] = any[1] || (moved && j0 >= 4);
             sh.c[at] = c;
 #endif
             // -0 changes no sum, of whatever sign.
@@ -421,18 +440,19 @@ DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
             sh.w[at] = t < count ? p * vs : -0.0f;
         }
     }
-    const unsigned bits = __ballot_sync(FULL_WARP, any);
-    if (lane == 0)
-        sh.moved[warp_id()] = (bits & 0xffu ? 1u : 0u) | (bits & 0xff00u ? 2u : 0u) | (bits & 0xff0000u ? 4u : 0u) |
-                              (bits & 0xff000000u ? 8u : 0u);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        unsigned bits = __ballot_sync(FULL_WARP, any[k]);
+        bits = (bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111u;  // four positions to a bit, then side by side
+        bits = (bits | bits >> 3) & 0x03030303u;
+        bits = (bits | bits >> 6) & 0x000f000fu;
+        if (lane == 0) sh.moved[k * UNIT_WARPS + warp_id()] = (unsigned char)(bits | bits >> 12);
+    }
 }
 
-// The same of the whole chunk: bit i for positions 8 * i to 8 * i + 7.
-DEVICE unsigned unit_moved(const UnitShared &sh) {
-    unsigned bits = 0u;
-#pragma unroll
-    for (int w = 0; w < UNIT_WARPS; w++) bits |= sh.moved[w] << (4 * w);
-    return bits;
+// The same of the whole chunk, for the heads that j is one of: bit i for positions 4 * i to 4 * i + 3.
+DEVICE unsigned long long unit_moved(const UnitShared &sh, int j) {
+    return *(const unsigned long long *)(sh.moved + j / 4 * UNIT_WARPS);
 }
 
 // Byte `i` of the word as the float it stands for: 2^23 + 128 + v, less the constant, both exact. A conversion of an
@@ -500,7 +520,7 @@ DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end
     constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE;
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
-    unsigned moved = unit_moved(sh) >> (begin / 8);
+    unsigned long long moved = unit_moved(sh, j0) >> (begin / 4);
 #pragma unroll
     for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
     ValueGroup<HPT, PITCH> even, odd;
@@ -508,23 +528,24 @@ DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
         odd.load(v + SIZE / 4 * PITCH, w + SIZE);
-        even.add(moved & 1u, c, acc);
+        even.add((unsigned)moved & (SIZE == 8 ? 3u : 1u), c, acc);
         v += SIZE / 2 * PITCH;
         w += 2 * SIZE;
         even.load(v, w);
-        odd.add(moved & (SIZE == 8 ? 2u : 1u), c + SIZE, acc);
+        odd.add((unsigned)moved & (SIZE == 8 ? 12u : 2u), c + SIZE, acc);
         c += 2 * SIZE;
-        moved >>= SIZE / 4;
+        moved >>= SIZE / 2;
     }
 }
 
-// The sum of exponentials of one head over `end` positions, in order. p, c: f32[UNIT_PITCH] of the head.
-DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int end) {
+// The sum of exponentials of head j of the unit over `end` positions, in order.
+DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
+    const float *const p = sh.s + j * UNIT_PITCH, *const c = sh.c + j * UNIT_PITCH;  // f32[UNIT_PITCH]
     float l = 0.0f;
-    unsigned moved = unit_moved(sh);
+    unsigned long long moved = unit_moved(sh, j);
 #pragma unroll 1
     for (int t0 = 0; t0 < end; t0 += UNIT_STEP) {
-        if ((moved & 3u) == 0u) {
+        if (((unsigned)moved & 15u) == 0u) {
             l = ordered_sum(p + t0, UNIT_STEP, l);
         } else {
 #pragma unroll
@@ -533,7 +554,7 @@ DEVICE float unit_sum(const UnitShared &sh, const float *p, const float *c, int 
                 l += p[t0 + i];
             }
         }
-        moved >>= 2;
+        moved >>= 4;
     }
     return l;
 }
@@ -593,7 +614,7 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
 #else
     unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
-    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, sh.s + j * UNIT_PITCH, sh.c + j * UNIT_PITCH, end);
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, j, end);
 #endif
     if ((int)threadIdx.x < u.heads) {
         float m = MINUS_INFINITY;
