@@ -10,7 +10,7 @@
 #define UNIT_HEADS 8                // query heads of a unit, at most
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
 #define UNIT_PITCH (CHUNK + 4)      // f32 of a head's positions: spreads the heads over the banks
-#define UNIT_STEP 16                // the chains take so many positions at a time: rows end in idle ones up to that
+#define UNIT_STEP 32                // the chains take so many positions at a time: rows end in idle ones up to that
 #define ROW_LANES 16                // lanes that make one row
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
@@ -461,35 +461,37 @@ DEVICE float value_float(unsigned word, int i) {
     return f32_from_bits(__byte_perm(word, 0x4b000000u, 0x7440u + (unsigned)i)) - 8388736.0f;
 }
 
+DEVICE void load_four(const float *p, float *to) {
+    const float4 four = *(const float4 *)p;
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+
 // What SIZE neighbouring positions add to an element: V, in rows of PITCH words to four positions, and the weights of HPT
-// heads.
+// heads. The fewer the heads, the more positions: what the chains wait for is asked for long before.
 template <int HPT, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = HPT == 4 ? 4 : 8;
+    static constexpr int SIZE = HPT == 1 ? 32 : HPT == 2 ? 16 : HPT == 4 ? 8 : 4;
     unsigned x[SIZE / 4];  // four bytes each
     float w[HPT][SIZE];
 
     // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
     DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
 #pragma unroll
-        for (int i = 0; i < SIZE / 4; i++) x[i] = v[i * PITCH];
+        for (int i = 0; i < SIZE / 4; i++) {
+            x[i] = v[i * PITCH];
 #pragma unroll
-        for (int j = 0; j < HPT; j++) {
-#pragma unroll
-            for (int i = 0; i < SIZE; i += 4) load_four(weights + j * UNIT_PITCH + i, w[j] + i);
+            for (int j = 0; j < HPT; j++) load_four(weights + j * UNIT_PITCH + 4 * i, w[j] + 4 * i);
         }
     }
 
     // acc[j] = fma(w, v, acc[j]) in order; acc * c before it, if any maximum `moved` here. c is 1 where the maximum of a
     // head did not move, which changes nothing.
     DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
-        float value[SIZE];
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) value[i] = value_float(x[i / 4], i % 4);
         if (!moved) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
+                const float value = value_float(x[i / 4], i % 4);
 #pragma unroll
-                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value[i], acc[j]);
+                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j]);
             }
         } else {
 #pragma unroll
@@ -499,42 +501,34 @@ template <int HPT, int PITCH> struct ValueGroup {
                 for (int j = 0; j < HPT; j++) load_four(factors + j * UNIT_PITCH + i0, c[j]);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
+                    const float value = value_float(x[i0 / 4], i);
 #pragma unroll
-                    for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i0 + i], value[i0 + i], acc[j] * c[j][i]);
+                    for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i0 + i], value, acc[j] * c[j][i]);
                 }
             }
         }
     }
-
-    DEVICE_MEMBER static void load_four(const float *p, float *to) {
-        const float4 four = *(const float4 *)p;
-        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    }
 };
 
 // acc[j] of the element of word `at` of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of
-// UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the
-// arrays of the chunk is read, too, and not used.
+// UNIT_STEP.
 template <int HPT, int PITCH>
 DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
-    constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE;
+    constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE, FOURS = SIZE / 4;
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
     unsigned long long moved = unit_moved(sh, j0) >> (begin / 4);
 #pragma unroll
     for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
-    ValueGroup<HPT, PITCH> even, odd;
-    even.load(v, w);
+    ValueGroup<HPT, PITCH> group;
 #pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
-        odd.load(v + SIZE / 4 * PITCH, w + SIZE);
-        even.add((unsigned)moved & (SIZE == 8 ? 3u : 1u), c, acc);
-        v += SIZE / 2 * PITCH;
-        w += 2 * SIZE;
-        even.load(v, w);
-        odd.add((unsigned)moved & (SIZE == 8 ? 12u : 2u), c + SIZE, acc);
-        c += 2 * SIZE;
-        moved >>= SIZE / 2;
+    for (int t0 = begin; t0 < end; t0 += SIZE) {
+        group.load(v, w);
+        group.add(((unsigned)moved & ((1u << FOURS) - 1u)) != 0u, c, acc);
+        v += FOURS * PITCH;
+        w += SIZE;
+        c += SIZE;
+        moved >>= FOURS;
     }
 }
 
@@ -544,12 +538,12 @@ DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
     float l = 0.0f;
     unsigned long long moved = unit_moved(sh, j);
 #pragma unroll 1
-    for (int t0 = 0; t0 < end; t0 += UNIT_STEP) {
+    for (int t0 = 0; t0 < end; t0 += 16) {
         if (((unsigned)moved & 15u) == 0u) {
-            l = ordered_sum(p + t0, UNIT_STEP, l);
+            l = ordered_sum(p + t0, 16, l);
         } else {
 #pragma unroll
-            for (int i = 0; i < UNIT_STEP; i++) {
+            for (int i = 0; i < 16; i++) {
                 l *= c[t0 + i];  // 1 where the maximum did not move
                 l += p[t0 + i];
             }
@@ -576,17 +570,20 @@ DEVICE void unit_element(const UnitShared &sh, int at, int j0, int begin, int en
 template <int PITCH>
 DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, float *to, int pitch, int heads, int thread,
                           int threads) {
-    const int most = threads / hd > 0 ? threads / hd : 1, each = HS <= most ? 1 : HS <= 2 * most ? 2 : 4;  // heads of a thread
+    // Heads of a thread: one or two, or all, which share the conversions of V.
+    const int each = HS * hd <= threads ? 1 : HS * hd <= 2 * threads ? 2 : HS;
 #pragma unroll 1
     for (int item = thread; item < HS / each * hd; item += threads) {
-        const int part = item / hd, j0 = part * each, at = item - part * hd;
+        const int part = item < hd ? 0 : item / hd, j0 = part * each, at = item - part * hd;
         float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
             unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else if (each == 2)
             unit_element<2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
-        else
+        else if (PITCH > 128 && each == 4)
             unit_element<4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+        else
+            unit_element<8, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
     }
 }
 
@@ -616,12 +613,14 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
     if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, j, end);
 #endif
-    if ((int)threadIdx.x < u.heads) {
+    const int k = (int)threadIdx.x - 5 * 32;  // of a warp that has less to do
+    if (k >= 0 && k < u.heads) {
         float m = MINUS_INFINITY;
+#pragma unroll
         for (int v = 0; v < UNIT_WARPS; v++) {
-            const float other = sh.totals[threadIdx.x * UNIT_WARPS + v];
+            const float other = sh.totals[k * UNIT_WARPS + v];
             m = m > other ? m : other;
         }
-        states[threadIdx.x * pitch + hd] = m;
+        states[k * pitch + hd] = m;
     }
 }
