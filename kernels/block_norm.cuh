@@ -49,11 +49,41 @@ DEVICE float warp_sum_f32(float v) {
     return v;
 }
 
+// The same of n floats, n a multiple of 64: the shape that costs the least beside the additions.
+DEVICE float padded_sum(const float *terms, int n) {
+    float sum = 0.0f;
+    float4 even[4], odd[4];
+    load_sixteen(terms, even);
+#pragma unroll 1
+    for (int i = 0; i < n; i += 64) {
+        load_sixteen(terms + i + 16, odd);
+        sum = add_sixteen(even, sum);
+        load_sixteen(terms + i + 32, even);
+        sum = add_sixteen(odd, sum);
+        load_sixteen(terms + i + 48, odd);
+        sum = add_sixteen(even, sum);
+        load_sixteen(terms + (i + 64 < n ? i + 64 : 0), even);  // at the end for nothing
+        sum = add_sixteen(odd, sum);
+    }
+    return sum;
+}
+
+// a / b, rounded as a division rounds, by the rounded 1 / b: the rest of a first quotient corrects it. Without over- and
+// underflow that is exact for b = 127 and any a, for a = 127 and any b, and for all b that are rows' lengths
+// (tests/numerics/test_quotient.py), in a third of a division's time.
+DEVICE float quotient(float a, float b, float inverse) {
+    const float q = a * inverse;
+    return fma_f32(fma_f32(-b, q, a), inverse, q);
+}
+
+// Floats that a chain of block sums, and of the squares behind them, takes: zeros behind them change no bit of a sum of
+// what is not negative.
+DEVICE int norm_terms(int d) { return (d / 8 + d % 8 + 63) / 64 * 64; }
+
 // Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32
 // where a8 is wanted.
 struct NormShared {
-    float *terms;    // f32[max(d/8 + d%8, 32), rounded up to 4]: block sums, then the tail's squares
-    float *r;        // f32[4]
+    float *terms;    // f32[norm_terms(d) + 4]: block sums, then the tail's squares, zeros, 1 / d
     float *x;        // f32[d rounded up to 4]: the normalised row
     int *gsum;       // i32[d/32 rounded up to 4]
     float *d;        // f32[d/32 rounded up to 4]
@@ -61,12 +91,10 @@ struct NormShared {
 };
 
 DEVICE NormShared norm_shared(unsigned char *base, int d) {
-    const int sums = d / 8 + d % 8, terms = sums < 32 ? 32 : (sums + 3) / 4 * 4;
     const int row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
     NormShared sh;
     sh.terms = (float *)base;
-    sh.r = sh.terms + terms;
-    sh.x = sh.r + 4;
+    sh.x = sh.terms + norm_terms(d) + 4;
     sh.gsum = (int *)(sh.x + row);
     sh.d = (float *)(sh.gsum + groups);
     sh.q = (signed char *)(sh.d + groups);
@@ -100,175 +128,190 @@ DEVICE void store_eight(float *p, const float *v) {  // 16-byte aligned
     ((float4 *)p)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-#define NORM_CACHED 2  // blocks of eight that a thread keeps in registers from the sum to the result
+// What a thread holds of a row and of the norm's weights: C blocks of eight elements of each span, which is what all
+// threads hold at a time; a span is called by its first block. Where a row has several spans, they go round twice: for the
+// sum from the last to the first, for the result from the first, which is still there, to the last.
+template <int C> struct NormRow {
+    float x[C][8], w[C][8];
 
-// What a thread holds of a row: block threadIdx.x + c * blockDim.x of eight elements.
-struct NormRow {
-    float x[NORM_CACHED][8];
+    DEVICE_MEMBER static int span_size() { return C * (int)blockDim.x; }
+    DEVICE_MEMBER static int last_span(int blocks) {
+        int span = 0;
+#pragma unroll 1
+        while (span + span_size() < blocks) span += span_size();
+        return span;
+    }
+    DEVICE_MEMBER static int eight(int span, int c) { return span + c * (int)blockDim.x + (int)threadIdx.x; }
+
+    // `vector`: d is a multiple of 8. Past the row it is zeros.
+    DEVICE_MEMBER void load_row(const float *p, int span, int blocks, bool vector) {
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[c][k] = 0.0f;
+            if (eight(span, c) < blocks) load_eight(p + 8 * eight(span, c), vector, x[c]);
+        }
+    }
+    DEVICE_MEMBER void load_weights(const float *p, int span, int blocks, bool vector) {
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) w[c][k] = 0.0f;
+            if (eight(span, c) < blocks) load_eight_weights(p + 8 * eight(span, c), vector, w[c]);
+        }
+    }
+    // out = (x * r) * w of block c.
+    DEVICE_MEMBER void result(int c, float r, float *out) const {
+#pragma unroll
+        for (int k = 0; k < 8; k++) out[k] = (x[c][k] * r) * w[c][k];
+    }
 };
 
 // Asks for the norm's weights, waits for the kernel that makes x, lets the next one begin, asks for x, and returns r to
-// every thread. x, w: f32[d] in global memory. Of w each thread copies the elements that it holds of x to sh.x, which
-// costs no registers; copy_wait_all stands between here and their use. Where d is no multiple of 8 nothing is copied.
-// The chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a
-// barrier behind it.
-// `vector`: d is a multiple of 8.
-DEVICE float norm_scale(const float *x, const float *w, int d, float eps, const NormShared &sh, NormRow &row,
-                        bool vector) {
-    const int blocks = d / 8, tail = vector ? 0 : d % 8;
-#pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-        const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks && vector) {
-            copy_async_16(sh.x + 8 * b, w + 8 * b);
-            copy_async_16(sh.x + 8 * b + 4, w + 8 * b + 4);
-        }
-    }
+// every thread; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in shared memory. The
+// chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a barrier
+// behind it.
+template <int C>
+DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
+    const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
+    row.load_weights(w, 0, blocks, vector);
+#if KESTREL_FAST
     wait_for_previous();
     start_next();
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int span = last; span >= 0; span -= row.span_size()) {
+        row.load_row(x, span, blocks, vector);
 #pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-        const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks) {
-            load_eight(x + 8 * b, vector, row.x[c]);
-        } else {
+        for (int c = 0; c < C; c++) {
 #pragma unroll
-            for (int k = 0; k < 8; k++) row.x[c][k] = 0.0f;
+            for (int k = 0; k < 8; k++) sum += row.x[c][k] * row.x[c][k];
         }
     }
-#if KESTREL_FAST
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-#pragma unroll
-        for (int k = 0; k < 8; k++) sum += row.x[c][k] * row.x[c][k];
-    }
-    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x)
-        sum += load_l2(x + i) * load_l2(x + i);
     for (int i = threadIdx.x; i < tail; i += blockDim.x)
         sum += load_l2(x + 8 * blocks + i) * load_l2(x + 8 * blocks + i);
     sum = warp_sum_f32(sum);
-    if (lane_id() == 0) sh.terms[warp_id()] = sum;
+    if (lane_id() == 0) terms[warp_id()] = sum;
     __syncthreads();
     float ss = 0.0f;
-    for (int i = 0; i < warp_count(); i++) ss += sh.terms[i];
+    for (int i = 0; i < warp_count(); i++) ss += terms[i];
     return inverse_sqrt(ss / (float)d + eps);
 #else
-#pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-        const int b = threadIdx.x + c * blockDim.x;
-        float square[8];
-#pragma unroll
-        for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
-        if (b < blocks) sh.terms[b] = hsum8(square);
-    }
+    const int padded = norm_terms(d);
+    if (threadIdx.x == 0) terms[padded] = 1.0f / (float)d;
 #pragma unroll 1
-    for (int b = threadIdx.x + NORM_CACHED * blockDim.x; b < blocks; b += blockDim.x) {
-        float square[8];
-        load_eight(x + 8 * b, vector, square);
+    for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
+    wait_for_previous();
+    start_next();
+#pragma unroll 1
+    for (int span = last; span >= 0; span -= row.span_size()) {
+        row.load_row(x, span, blocks, vector);
 #pragma unroll
-        for (int k = 0; k < 8; k++) square[k] = square[k] * square[k];
-        sh.terms[b] = hsum8(square);
+        for (int c = 0; c < C; c++) {
+            float square[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
+            if (row.eight(span, c) < blocks) terms[row.eight(span, c)] = hsum8(square);
+        }
     }
-    for (int i = threadIdx.x; i < tail; i += blockDim.x) {
+    for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
         const float v = load_l2(x + 8 * blocks + i);
-        sh.terms[blocks + i] = v * v;
+        terms[blocks + i] = v * v;
     }
     __syncthreads();
     float r = 0.0f;
-    if (lane_id() == 0) r = inverse_sqrt(ordered_sum(sh.terms, blocks + tail, 0.0f) / (float)d + eps);
+    if (lane_id() == 0) {
+        const float inverse = terms[padded], ss = padded_sum(terms, padded);
+        // Neither the rest nor the quotient underflows above 2^-60; an infinity has no rest.
+        const bool plain = ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS;
+        r = inverse_sqrt((plain ? quotient(ss, (float)d, inverse) : ss / (float)d) + eps);
+    }
     return __shfl_sync(FULL_WARP, r, 0);
 #endif
 }
 
-// out = (x * r) * w, eight elements; w may be out.
-DEVICE void norm_eight(const float *x, const float *w, float r, float *out) {
-#pragma unroll
-    for (int k = 0; k < 8; k++) out[k] = (x[k] * r) * w[k];
-}
-
-// The weights that norm_scale copied: block b of eight.
-DEVICE void copied_weights(const NormShared &sh, int b, float *w) {
-    const float4 lo = ((const float4 *)(sh.x + 8 * b))[0], hi = ((const float4 *)(sh.x + 8 * b))[1];
-    w[0] = lo.x, w[1] = lo.y, w[2] = lo.z, w[3] = lo.w, w[4] = hi.x, w[5] = hi.y, w[6] = hi.z, w[7] = hi.w;
-}
-
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
-    NormRow row;
-    const float r = norm_scale(x, w, d, eps, sh, row, d % 8 == 0);
+    NormRow<2> row;
+    const bool vector = d % 8 == 0;
+    const float r = norm_scale(x, w, d, eps, sh.terms, row, vector);
     const int blocks = d / 8;
-    copy_wait_all();
+#pragma unroll 1
+    for (int span = 0; span < blocks; span += row.span_size()) {
+        if (span > 0) {
+            row.load_row(x, span, blocks, vector);
+            row.load_weights(w, span, blocks, vector);
+        }
 #pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-        const int b = threadIdx.x + c * blockDim.x;
-        if (b < blocks) {
+        for (int c = 0; c < 2; c++) {
             float out[8];
-            if (d % 8 == 0)
-                copied_weights(sh, b, out);
-            else
-                load_eight_weights(w + 8 * b, false, out);
-            norm_eight(row.x[c], out, r, out);
-            store_eight(sh.x + 8 * b, out);
+            row.result(c, r, out);
+            if (row.eight(span, c) < blocks) store_eight(sh.x + 8 * row.eight(span, c), out);
         }
     }
-    // The rest of a very long row, then the tail.
-#pragma unroll 1
-    for (int i = 8 * NORM_CACHED * blockDim.x + threadIdx.x; i < 8 * blocks; i += blockDim.x)
-        sh.x[i] = (load_l2(x + i) * r) * w[i];
     for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (load_l2(x + i) * r) * w[i];
     __syncthreads();
 }
 
-// One group of 32: v[i] is element 8 * part + i of lane part = lane % 4. Returns the packed codes of this lane; all
-// lanes of the warp call it.
-DEVICE uint2 a8_group_of_eights(const float *v, float *d, int *gsum) {
+// a8_scale with the same bits, without a division and without a branch: magnitudes above 2^64 are scaled down, so that
+// their inverse keeps its digits.
+DEVICE A8Scale a8_scale_quick(unsigned amax_bits) {
+    const bool finite = amax_bits < KESTREL_INF_BITS;
+    A8Scale s;
+    s.zero = !finite || amax_bits < 0x0d800000u;
+    const float amax = f32_from_bits(s.zero ? 0x3f800000u : amax_bits);
+    const float down = amax_bits < 0x5f800000u ? 1.0f : 5.4210109e-20f;  // 2^-64
+    const float a = amax * down;
+    s.inv = quotient(127.0f, a, 1.0f / a) * down;
+    s.d = quotient(amax, 127.0f, 1.0f / 127.0f);
+    if (s.zero) s.d = amax_bits > KESTREL_INF_BITS ? f32_from_bits(KESTREL_NAN_BITS) : finite ? 0.0f : f32_from_bits(amax_bits);
+    return s;
+}
+
+// Four codes as bytes. 1.5 * 2^23 pushes the fraction out of the significand, whose low byte is the code then; x * inv is
+// 127 at most, when rounded, so that there is nothing to clamp.
+DEVICE unsigned a8_four(const float *v, const A8Scale &s) {
+    unsigned t[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) t[i] = f32_bits(v[i] * s.inv + 12582912.0f);
+    const unsigned packed = __byte_perm(__byte_perm(t[0], t[1], 0x0040), __byte_perm(t[2], t[3], 0x0040), 0x5410);
+    return s.zero ? 0u : packed;
+}
+
+DEVICE unsigned max_magnitude(const float *v, int count) {
     unsigned amax = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < count; i++) {
         const unsigned u = f32_bits(v[i]) & 0x7fffffffu;
         amax = u > amax ? u : amax;
     }
-    const A8Scale s = a8_scale(group_max_u32(amax, 4));
-    unsigned packed[2] = {0, 0};
-    int sum = 0;
-    if (!s.zero) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int code = a8_code(v[i], s.inv);
-            packed[i / 4] |= ((unsigned)code & 0xffu) << (8 * (i % 4));
-            sum += code;
-        }
-    }
-    *d = s.d;
-    *gsum = group_sum_s32(sum, 4);
-    uint2 both;
-    both.x = packed[0], both.y = packed[1];
-    return both;
+    return amax;
+}
+
+// a8 of eight elements, of a group that four neighbouring lanes hold.
+struct A8Eight {
+    uint2 codes;
+    float d;
+    int sum;  // of these eight codes
+};
+
+// All lanes of the warp call it.
+DEVICE A8Eight a8_eight(const float *v) {
+    const A8Scale s = a8_scale_quick(group_max_u32(max_magnitude(v, 8), 4));
+    A8Eight out;
+    out.codes.x = a8_four(v, s), out.codes.y = a8_four(v + 4, s);
+    out.d = s.d;
+    out.sum = __dp4a((int)out.codes.x, 0x01010101, __dp4a((int)out.codes.y, 0x01010101, 0));
+    return out;
 }
 
 // One group of 32: v[i] is element 4 * part + i of lane part = lane % 8. Returns the packed codes of this lane; all
 // lanes of the warp call it.
 DEVICE unsigned a8_group(const float *v, float *d, int *gsum) {
-    unsigned amax = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const unsigned u = f32_bits(v[i]) & 0x7fffffffu;
-        amax = u > amax ? u : amax;
-    }
-    const A8Scale s = a8_scale(group_max_u32(amax, 8));
-    unsigned packed = 0;
-    int sum = 0;
-    if (!s.zero) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int code = a8_code(v[i], s.inv);
-            packed |= ((unsigned)code & 0xffu) << (8 * i);
-            sum += code;
-        }
-    }
+    const A8Scale s = a8_scale_quick(group_max_u32(max_magnitude(v, 4), 8));
+    const unsigned packed = a8_four(v, s);
     *d = s.d;
-    *gsum = group_sum_s32(sum, 8);
+    *gsum = group_sum_s32(__dp4a((int)packed, 0x01010101, 0), 8);
     return packed;
 }
 
@@ -326,61 +369,53 @@ DEVICE NormPart norm_part(int d, int block, int blocks) {
     return part;
 }
 
-// Block b of eight elements, normalised, becomes a8; whole warps call it, `valid` where b lies in the row.
-DEVICE void finish_eight(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh, int b,
-                         bool valid, const float *v, bool keep_x, NormPart part) {
-    float scale;
-    int sum;
-    const uint2 packed = a8_group_of_eights(v, &scale, &sum);
-    if (!valid) return;
-    ((uint2 *)sh.q)[b] = packed;
-    if (b % 4 == 0) {
-        sh.d[b / 4] = scale;
-        sh.gsum[b / 4] = sum;
-    }
-    if (keep_x) store_eight(sh.x + 8 * b, v);
-    if (b < part.first || b >= part.end) return;
-    store_eight(norm.out + m * norm.d + 8 * b, v);
-    ((uint2 *)(a8.q + m * norm.d))[b] = packed;
-    if (b % 4 == 0) {
-        a8.d[m * (norm.d / 32) + b / 4] = scale;
-        a8.gsum[m * (norm.d / 32) + b / 4] = sum;
+// rms_norm and a8 of row m, straight from registers: put(b, v, a8) takes each block of eight, whole warps at a time, those
+// past the row too; `part` of the normalised row and of the codes goes to global memory. d is a multiple of 32. Waits as
+// norm_scale does.
+template <int C, class Put>
+DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, float *terms, NormPart part,
+                           const Put &put) {
+    const float *const x = norm.x + m * norm.d;
+    NormRow<C> row;
+    const float r = norm_scale(x, norm.w, norm.d, norm.eps, terms, row, true);
+    const int blocks = norm.d / 8;
+#pragma unroll 1
+    for (int span = 0; span < blocks; span += row.span_size()) {
+        if (span > 0) {
+            row.load_row(x, span, blocks, true);
+            row.load_weights(norm.w, span, blocks, true);
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            const int b = row.eight(span, c);
+            float v[8];
+            row.result(c, r, v);
+            const A8Eight eight = a8_eight(v);
+            put(b, v, eight);
+            if (b >= part.first && b < part.end && b < blocks) {
+                store_eight(norm.out + m * norm.d + 8 * b, v);
+                ((uint2 *)(a8.q + m * norm.d))[b] = eight.codes;
+            }
+        }
     }
 }
 
-// rms_norm and a8 of row m into shared memory, straight from registers, and `part` of both to global memory. sh.x is
-// written only with keep_x. d is a multiple of 32. Waits as norm_scale does; ends with a barrier.
+// rms_norm and a8 of row m into shared memory, and `part` of both to global memory. sh.x is written only with keep_x.
+// Ends with a barrier.
 DEVICE void block_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh, bool keep_x,
                           NormPart part) {
-    const float *const x = norm.x + m * norm.d;
-    NormRow row;
-    const float r = norm_scale(x, norm.w, norm.d, norm.eps, sh, row, true);
     const int blocks = norm.d / 8;
-    copy_wait_all();
-#pragma unroll
-    for (int c = 0; c < NORM_CACHED; c++) {
-        const int first = c * blockDim.x + 32 * warp_id(), b = first + lane_id();
-        if (first < blocks) {
-            float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-            if (b < blocks) {
-                copied_weights(sh, b, v);
-                norm_eight(row.x[c], v, r, v);
-            }
-            finish_eight(norm, a8, m, sh, b, b < blocks, v, keep_x, part);
-        }
-    }
-    // The rest of a very long row.
-#pragma unroll 1
-    for (int first = NORM_CACHED * blockDim.x + 32 * warp_id(); first < blocks; first += blockDim.x) {
-        const int b = first + lane_id();
-        float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        if (b < blocks) {
-            float w[8];
-            load_eight(x + 8 * b, true, v);
-            load_eight_weights(norm.w + 8 * b, true, w);
-            norm_eight(v, w, r, v);
-        }
-        finish_eight(norm, a8, m, sh, b, b < blocks, v, keep_x, part);
-    }
+    norm_a8_eights<2>(norm, a8, m, sh.terms, part, [&](int b, const float *v, const A8Eight &eight) {
+        const int sum = group_sum_s32(eight.sum, 4);
+        if (b >= blocks) return;
+        ((uint2 *)sh.q)[b] = eight.codes;
+        if (b % 4 == 0) sh.d[b / 4] = eight.d, sh.gsum[b / 4] = sum;
+        if (keep_x) store_eight(sh.x + 8 * b, v);
+    });
     __syncthreads();
+    const int groups = norm.d / 32, end = part.end / 4 < groups ? part.end / 4 : groups;
+    for (int g = part.first / 4 + threadIdx.x; g < end; g += blockDim.x) {
+        a8.d[m * groups + g] = sh.d[g];
+        a8.gsum[m * groups + g] = sh.gsum[g];
+    }
 }

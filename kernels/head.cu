@@ -1,7 +1,5 @@
 // The end of a step: the greedy choice (contract section 10), alone or with the final norm and the head matrix.
-#include "block_norm.cuh"
-#include "stage_args.h"
-#include "warp_rows.cuh"
+#include "q4_rows.cuh"
 
 // The better of two (value, index): larger value, then lower index. Order-free, so any reduction tree gives the same.
 DEVICE void take_better(float &value, int &index, float other, int other_index) {
@@ -105,10 +103,10 @@ struct BestRows {
     int index;           // -1: none yet
     unsigned magnitude;  // of the largest |logit|, as bits
 
-    DEVICE_MEMBER void open(const RowUnit &) {}
-    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
-        if (lane_id() >= at.rows) return;
-        const int n = at.out + lane_id();
+    DEVICE_MEMBER void open(const RowUnit &, int) {}
+    DEVICE_MEMBER void close(const RowUnit &at, int row, float mine) {
+        if ((unsigned)row >= (unsigned)at.rows) return;
+        const int n = at.out + row;
         y[n] = mine;
         const unsigned u = f32_bits(mine) & 0x7fffffffu;
         magnitude = u > magnitude ? u : magnitude;
@@ -116,24 +114,12 @@ struct BestRows {
     }
 };
 
-// Norm, head matrix and greedy choice of one row. Every block norms the row for itself while its first weights travel,
-// keeps the best of its logits, and the last block to finish joins what all of them found.
-template <int U, int R>
-DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
-    const NormShared sh = norm_shared(shared, a.norm.d);
-    const A8Row in = {sh.q, sh.d, sh.gsum};
-    WarpUnits<U, R> units;
-    units.begin(a.mm, block, blocks);
-    if (a.has_a8) {
-        block_norm_a8(a.norm, a.a8, 0, sh, reads_bf16(a.mm), norm_part(a.norm.d, block, blocks));
-    } else {
-        block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);
-        for (int i = block * blockDim.x + threadIdx.x; i < a.norm.d; i += blocks * blockDim.x) a.norm.out[i] = sh.x[i];
-    }
-    BestRows best = {a.mm.y, 0.0f, -1, 0};
-    units.finish(a.mm, in, sh.x, best);
-    block_best(best.value, best.index, best.magnitude);
-    if (blocks > 1) {
+// The best of the head's row from those of all threads: the last block to finish joins what all of them found.
+DEVICE void join_best(const HeadArgs &a, BestRows &best, int block, int blocks, unsigned *arrived) {
+    bool joined = blocks == 1;
+    while (true) {
+        block_best(best.value, best.index, best.magnitude);
+        if (joined) break;
         if (threadIdx.x == 0) {
             head_value[block] = best.value;
             head_index[block] = best.index;
@@ -148,19 +134,76 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
             const unsigned other = load_l2(&head_magnitude[b]);
             best.magnitude = other > best.magnitude ? other : best.magnitude;
         }
-        block_best(best.value, best.index, best.magnitude);
+        joined = true;
     }
     if (threadIdx.x == 0) a.argmax.ids[0] = best.magnitude >= KESTREL_INF_BITS ? -1 : best.index;
 }
 
-// Dynamic shared: NormShared. u, r: as in stages.cu. Also k_head_u2r4_fast and k_head_u4r2_fast.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_u2r4)(const HeadArgs a) {
-    DYNAMIC_SHARED(shared);
-    __shared__ unsigned arrived;
-    head<2, 4>(a, blockIdx.x, gridDim.x, shared, &arrived);
+// Norm, head matrix and greedy choice of one row. Every block norms the row for itself while its first weights travel, and
+// keeps the best of its logits.
+template <int U, int R, int FORMAT>
+DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
+    const NormShared sh = norm_shared(shared, a.norm.d);
+    const A8Row in = {sh.q, sh.d, sh.gsum};
+    WarpUnits<WarpRows<U, R, FORMAT>> units;
+    units.begin(a.mm, block, blocks);
+    if (FORMAT == KESTREL_Q8LOCAL || a.has_a8) {
+        block_norm_a8(a.norm, a.a8, 0, sh, FORMAT != KESTREL_Q8LOCAL, norm_part(a.norm.d, block, blocks));
+    } else {
+        block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);
+        for (int i = block * blockDim.x + threadIdx.x; i < a.norm.d; i += blocks * blockDim.x) a.norm.out[i] = sh.x[i];
+    }
+    BestRows best = {a.mm.y, 0.0f, -1, 0};
+    units.finish(a.mm, in, sh.x, best);
+    join_best(a, best, block, blocks, arrived);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_u4r2)(const HeadArgs a) {
+
+// The same of q4local rows.
+template <int U, int R>
+DEVICE void head_q4(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
+    WarpUnits<Q4Rows<U, R>> units;
+    shared = units.rows.open(shared, a.norm.d);
+    NormedRow in;
+    float *const terms = (float *)in.open(shared, a.norm.d);
+    units.begin(a.mm, block, blocks);
+    const NormPart part = norm_part(a.norm.d, block, blocks);
+    norm_a8_row<(U + 1) / 2>(a.norm, a.a8, terms, in, part, [&] {
+        if (units.any()) units.rows.take();
+    });
+    BestRows best = {a.mm.y, 0.0f, -1, 0};
+    units.finish(a.mm, in, nullptr, best);
+    store_groups(a.a8, in, part);
+    join_best(a, best, block, blocks, arrived);
+}
+
+// Dynamic shared, u, r: as in stages.cu. Each has a _fast form, too.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q4_u2r4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);
     __shared__ unsigned arrived;
-    head<4, 2>(a, blockIdx.x, gridDim.x, shared, &arrived);
+    head_q4<2, 4>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q4_u4r2)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head_q4<4, 2>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q8_u2r4)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<2, 4, KESTREL_Q8LOCAL>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q8_u4r2)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<4, 2, KESTREL_Q8LOCAL>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_bf16_u2r4)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<2, 4, KESTREL_BF16>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_any_u2r4)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head<2, 4, ANY_FORMAT>(a, blockIdx.x, gridDim.x, shared, &arrived);
 }

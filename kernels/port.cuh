@@ -78,6 +78,43 @@ DEVICE void copy_wait(int pending) {
     else
         asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
+// Bulk copies of a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no registers,
+// and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory, opened once;
+// bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned to 16), and
+// bulk_wait returns when all lanes see them; `turn` counts the calls from 0. A lane that has read what arrived calls
+// __syncwarp before the next copy to the same place.
+#if __CUDA_ARCH__ >= 900
+DEVICE void bulk_open(unsigned long long *gate) {
+    if (threadIdx.x % 32 == 0) {
+        const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.proxy.async.shared::cta;" ::"r"(at) : "memory");
+    }
+    __syncwarp();
+}
+DEVICE void bulk_expect(unsigned long long *gate, int bytes) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+    if (threadIdx.x % 32 == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *gate) {
+    const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
+    if (threadIdx.x % 32 == 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                     "l"(global), "r"(bytes), "r"(at)
+                     : "memory");
+}
+DEVICE void bulk_wait(unsigned long long *gate, unsigned turn) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+    unsigned done;
+    do {
+        asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(done)
+                     : "r"(at), "r"(turn % 2)
+                     : "memory");
+    } while (!done);
+}
+#endif
 // Asks for the line that holds p.
 DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // The same into L1 of this multiprocessor.
@@ -135,6 +172,18 @@ DEVICE void start_next() {}
 #endif
 
 #define FULL_WARP 0xffffffffu
+
+#if !(__CUDA_ARCH__ >= 900)
+DEVICE void bulk_open(unsigned long long *) {}
+DEVICE void bulk_expect(unsigned long long *, int) {}
+DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
+    for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
+}
+DEVICE void bulk_wait(unsigned long long *, unsigned) {
+    copy_wait_all();
+    __syncwarp();
+}
+#endif
 
 DEVICE int lane_id() { return (int)(threadIdx.x & 31u); }
 DEVICE int warp_id() { return (int)(threadIdx.x >> 5); }

@@ -1,11 +1,10 @@
 // Stages of a decode step (M = 1) around one matrix product: ops of one layer joined into one launch, because between
 // short launches a GPU waits. The arithmetic is that of the single ops, from the same device functions. Each stage asks
-// for its weights before it waits for anything else. A stage is a function of (arguments, block of so many blocks,
+// for its weights before it waits for anything else. Where a stage may meet all formats of weights, q4local has kernels of
+// its own: instructions that are not there need not be fetched. A stage is a function of (arguments, block of so many blocks,
 // dynamic shared memory) behind a thin kernel, with the same bits for every number of blocks. Each kernel exists in
 // both forms: k_x and k_x_fast.
-#include "block_norm.cuh"
-#include "stage_args.h"
-#include "warp_rows.cuh"
+#include "q4_rows.cuh"
 
 // Rows in turn to the blocks; any M.
 DEVICE void norm_a8(const NormA8Args &a, int block, int blocks, unsigned char *shared) {
@@ -24,58 +23,82 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_a8)(const NormA8Args a) {
 struct StoreRows {
     float *y;
 
-    DEVICE_MEMBER void open(const RowUnit &) {}
-    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
-        if (lane_id() < at.rows) y[at.out + lane_id()] = mine;
+    DEVICE_MEMBER void open(const RowUnit &, int) {}
+    DEVICE_MEMBER void close(const RowUnit &at, int row, float mine) {
+        if ((unsigned)row < (unsigned)at.rows) y[at.out + row] = mine;
     }
 };
 
 // Every block norms the row for itself while its first weights travel; the blocks share the storing of norm and a8.
 template <int U, int R>
-DEVICE void norm_matmul(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
+DEVICE void norm_matmul_any(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.norm.d);
     const A8Row in = {sh.q, sh.d, sh.gsum};
-    const NormPart part = norm_part(a.norm.d, block, blocks);
-    WarpUnits<U, R> units;
+    WarpUnits<WarpRows<U, R>> units;
     units.begin(a.mm, block, blocks);
-    block_norm_a8(a.norm, a.a8, 0, sh, reads_bf16(a.mm), part);
+    block_norm_a8(a.norm, a.a8, 0, sh, reads_bf16(a.mm), norm_part(a.norm.d, block, blocks));
     StoreRows out = {a.mm.y};
     units.finish(a.mm, in, sh.x, out);
 }
 
-// Dynamic shared: NormShared. u: loads of a thread in flight for a row, r: rows of a warp; kestrel/stages/matmul.py
-// chooses.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r1)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul<2, 1>(a, blockIdx.x, gridDim.x, shared);
+// The same of q4local rows.
+template <int U, int R>
+DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
+    WarpUnits<Q4Rows<U, R>> units;
+    shared = units.rows.open(shared, a.norm.d);
+    NormedRow in;
+    float *const terms = (float *)in.open(shared, a.norm.d);
+    units.begin(a.mm, block, blocks);
+    const NormPart part = norm_part(a.norm.d, block, blocks);
+    norm_a8_row<(U + 1) / 2>(a.norm, a.a8, terms, in, part, [&] {
+        if (units.any()) units.rows.take();
+    });
+    StoreRows out = {a.mm.y};
+    units.finish(a.mm, in, nullptr, out);
+    store_groups(a.a8, in, part);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r2)(const NormMatmulArgs a) {
+
+// u: loads of a thread in flight for a row, r: rows of a warp; kestrel/stages/matmul.py chooses. Dynamic shared of the q4
+// forms: Q4Rows, NormedRow, f32[norm_terms(d)]; of the others: NormShared.
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r1)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<2, 2>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<2, 1>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r3)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r2)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<2, 3>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<2, 2>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r4)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r3)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<2, 4>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<2, 3>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u2r5)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<2, 5>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<2, 4>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u3r3)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r5)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<3, 3>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<2, 5>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u4r1)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u3r3)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<4, 1>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<3, 3>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_u4r2)(const NormMatmulArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u4r1)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul<4, 2>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4<4, 1>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u4r2)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul_q4<4, 2>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_any_u2r4)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul_any<2, 4>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_any_u4r2)(const NormMatmulArgs a) {
+    DYNAMIC_SHARED(shared);
+    norm_matmul_any<4, 2>(a, blockIdx.x, gridDim.x, shared);
 }
 
 // y, and x += y. What is added to travels while the row is computed.
@@ -83,13 +106,13 @@ struct AddRows {
     float *y, *x;
     float old;
 
-    DEVICE_MEMBER void open(const RowUnit &at) {
-        if (lane_id() < at.rows) old = load_l2(x + at.out + lane_id());
+    DEVICE_MEMBER void open(const RowUnit &at, int row) {
+        if ((unsigned)row < (unsigned)at.rows) old = load_l2(x + at.out + row);
     }
-    DEVICE_MEMBER void close(const RowUnit &at, float mine) {
-        if (lane_id() < at.rows) {
-            y[at.out + lane_id()] = mine;
-            x[at.out + lane_id()] = old + mine;
+    DEVICE_MEMBER void close(const RowUnit &at, int row, float mine) {
+        if ((unsigned)row < (unsigned)at.rows) {
+            y[at.out + row] = mine;
+            x[at.out + row] = old + mine;
         }
     }
 };
@@ -105,13 +128,16 @@ DEVICE void block_copy(void *shared, const void *global, int words) {
 
 // Warps take rows in turn. Dynamic shared, where the input fits (a.staged): i8[K] q, f32[G] d and i32[G] gsum, each
 // rounded up to 16 bytes, or f32[K] x before them if there is a bf16 matrix.
-template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
+template <int U, int R>
+DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
     A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
     const float *x = a.mm.x;
-    WarpUnits<U, R> units;
+    WarpUnits<WarpRows<U, R>> units;
     units.begin(a.mm, block, blocks);
     wait_for_previous();
     start_next();
+    AddRows out = {a.mm.y, a.add.x, 0.0f};
+    if (units.any()) out.open(units.at, units.rows.row());
     if (a.staged) {
         const int k = a.mm.w[0].k, groups = k / 32;
         if (reads_bf16(a.mm)) {
@@ -130,35 +156,64 @@ template <int U, int R> DEVICE void matmul_add(const MatmulAddArgs &a, int block
         copy_wait_all();
         __syncthreads();
     }
-    AddRows out = {a.mm.y, a.add.x, 0.0f};
     units.finish(a.mm, in, x, out);
 }
 
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r1)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add<2, 1>(a, blockIdx.x, gridDim.x, shared);
+// The same of q4local rows. Dynamic shared: Q4Rows, CopiedRow.
+template <int U, int R>
+DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
+    const int k = a.mm.w[0].k;
+    WarpUnits<Q4Rows<U, R>> units;
+    shared = units.rows.open(shared, k);
+    CopiedRow in;
+    in.open(shared, k);
+    units.begin(a.mm, block, blocks);
+    AddRows out = {a.mm.y, a.add.x, 0.0f};
+    wait_for_previous();
+    start_next();
+    in.stage(a.mm, k);
+    if (units.any()) {
+        out.open(units.at, units.rows.row());
+        units.rows.take();
+    }
+    copy_wait_all();
+    __syncthreads();
+    units.finish(a.mm, in, nullptr, out);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r2)(const MatmulAddArgs a) {
+
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r1)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<2, 2>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<2, 1>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r3)(const MatmulAddArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r2)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<2, 3>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<2, 2>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u2r4)(const MatmulAddArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r3)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<2, 4>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<2, 3>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u3r3)(const MatmulAddArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r4)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<3, 3>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<2, 4>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u4r1)(const MatmulAddArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u3r3)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<4, 1>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<3, 3>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_u4r2)(const MatmulAddArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u4r1)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add<4, 2>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4<4, 1>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u4r2)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add_q4<4, 2>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_any_u2r4)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add_any<2, 4>(a, blockIdx.x, gridDim.x, shared);
+}
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_any_u4r2)(const MatmulAddArgs a) {
+    DYNAMIC_SHARED(shared);
+    matmul_add_any<4, 2>(a, blockIdx.x, gridDim.x, shared);
 }

@@ -59,9 +59,12 @@ DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
 // Up to R neighbouring rows of one matrix, piece by piece: a piece is what a warp has in flight, R * U loads of 16 bytes
 // a thread. load() asks for a piece; use() adds it to the running sums and asks for the next one as soon as its
 // registers are free; sums() ends the rows. Or begin(), which may stand far ahead, then finish(). A q4local piece is U
-// steps of each slot, a q8local one U / 2; bf16 takes the same number of loads from its rows, k a multiple of 32.
-template <int U, int R> struct WarpRows {
+// steps of each slot, a q8local one U / 2; bf16 takes the same number of loads from its rows, k a multiple of 32. FORMAT:
+// the only one that occurs, or ANY_FORMAT.
+#define ANY_FORMAT -1
+template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
     static_assert(U >= 2 && R <= 8, "q8local halves U; lanes 0..7 hold the results");
+    static const int ROWS = R;
     static const int TURNS = (R + 3) / 4;     // bf16: rows of a slot
     static const int BLOCKS = R * U / TURNS;  // bf16: blocks of 64 elements of a row in a piece
     static const int HALF = U / 2;            // q8local: steps of a slot in a piece
@@ -73,15 +76,19 @@ template <int U, int R> struct WarpRows {
     unsigned short scale[R * U];
     int first, count;
 
+    DEVICE_MEMBER static int format(const Weight &w) { return FORMAT == ANY_FORMAT ? w.wtype : FORMAT; }
+    DEVICE_MEMBER static int row() { return lane_id(); }  // whose sum this lane gets
+    DEVICE_MEMBER void take() {}
+
     DEVICE_MEMBER static int pieces(const Weight &w) {
-        if (w.wtype == KESTREL_BF16) return (w.k + 64 * BLOCKS - 1) / (64 * BLOCKS);
+        if (format(w) == KESTREL_BF16) return (w.k + 64 * BLOCKS - 1) / (64 * BLOCKS);
         const int steps = (w.k / 32 + 7) / 8;
-        return w.wtype == KESTREL_Q4LOCAL ? (steps + 4 * U - 1) / (4 * U) : (steps + 4 * HALF - 1) / (4 * HALF);
+        return format(w) == KESTREL_Q4LOCAL ? (steps + 4 * U - 1) / (4 * U) : (steps + 4 * HALF - 1) / (4 * HALF);
     }
 
     // Rows n .. n + rows - 1.
     DEVICE_MEMBER void load(const Weight &w, long long n, int rows, int piece) {
-        if (w.wtype == KESTREL_BF16) {
+        if (format(w) == KESTREL_BF16) {
             const int slot = lane_id() / 8, begin = 64 * BLOCKS * piece + 8 * (lane_id() % 8);
             first = 64 * BLOCKS * piece + lane_id() % 8;
 #pragma unroll
@@ -97,14 +104,14 @@ template <int U, int R> struct WarpRows {
             }
             return;
         }
-        const int groups = w.k / 32, most = w.wtype == KESTREL_Q4LOCAL ? U : HALF;
+        const int groups = w.k / 32, most = format(w) == KESTREL_Q4LOCAL ? U : HALF;
         const int steps = (groups + 7) / 8 - 4 * most * piece;  // left
         const int each = steps >= 4 * most ? most : (steps + 3) / 4;
         first = 8 * (4 * most * piece + lane_id() / 8 * each) + lane_id() % 8;
         const int have = (groups - first + 7) / 8;
         count = have < 0 ? 0 : have < each ? have : each;
         const unsigned short *const s = w.scale + n * groups + first;
-        if (w.wtype == KESTREL_Q4LOCAL) {
+        if (format(w) == KESTREL_Q4LOCAL) {
             const unsigned char *const c = (const unsigned char *)w.codes + (n * groups + first) * 16;
 #pragma unroll
             for (int r = 0; r < R; r++) {
@@ -157,7 +164,7 @@ template <int U, int R> struct WarpRows {
     template <class Refill>
     DEVICE_MEMBER void use(const Weight &w, const A8Row &in, const float *x, float *acc, const Refill &refill) {
         const int lane = lane_id(), slot = lane / 8;
-        if (w.wtype == KESTREL_BF16) {  // acc[t] of lane l of a slot: lane l of row slot + 4 * t
+        if (format(w) == KESTREL_BF16) {  // acc[t] of lane l of a slot: lane l of row slot + 4 * t
 #pragma unroll
             for (int t = 0; t < TURNS; t++) {
 #pragma unroll
@@ -178,7 +185,7 @@ template <int U, int R> struct WarpRows {
         // from whatever lies in the registers, and dropped: without branches all dots run side by side.
         const int have = count;
         float dot[R][U], ws[R][U];
-        if (w.wtype == KESTREL_Q4LOCAL) {
+        if (format(w) == KESTREL_Q4LOCAL) {
 #pragma unroll
             for (int u = 0; u < U; u++) {
                 const Input x8 = input(in, u < have ? first + 8 * u : 0);
@@ -231,7 +238,17 @@ template <int U, int R> struct WarpRows {
         }
 #pragma unroll
         for (int r = 0; r < R; r++)
-            y[r] = w.wtype == KESTREL_BF16 ? __shfl_sync(FULL_WARP, sum[r / 4], 8 * (r % 4)) : sum[r];
+            y[r] = format(w) == KESTREL_BF16 ? __shfl_sync(FULL_WARP, sum[r / 4], 8 * (r % 4)) : sum[r];
+    }
+
+    // This lane's row of the same.
+    DEVICE_MEMBER float sums(const Weight &w, float *acc) {
+        float y[R], mine = 0.0f;
+        sums(w, acc, y);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (lane_id() == r) mine = y[r];
+        return mine;
     }
 
     // For rows and groups that are never loaded: use() computes with them.
@@ -291,7 +308,9 @@ DEVICE RowUnit row_unit(const MatmulArgs &a, int unit, int R) {
 
 DEVICE int row_units(const MatmulArgs &a, int R) {
     int units = 0;
-    for (int i = 0; i < a.n_w; i++) units += (a.w[i].n + R - 1) / R;
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        if (i < a.n_w) units += (a.w[i].n + R - 1) / R;
     return units;
 }
 
@@ -301,31 +320,37 @@ DEVICE bool reads_bf16(const MatmulArgs &a) {
     return any;
 }
 
-// The units of one warp: begin() asks for the first piece of its first unit, and may stand ahead of anything the rows
-// are multiplied with; finish() walks on, a grid's warps apart, with the next piece in flight, across units too.
-template <int U, int R> struct WarpUnits {
-    WarpRows<U, R> rows;
+// The units of one warp, Rows::ROWS rows each: begin() asks for the first piece of its first unit, and may stand ahead of
+// anything the rows are multiplied with; finish() walks on, a grid's warps apart, with the next piece in flight, across
+// units too. out.open(at, row) is called ahead of a unit, of the first by begin's caller, out.close(at, row, mine) behind
+// it: a lane with 0 <= row < at.rows holds that row.
+template <class Rows> struct WarpUnits {
+    Rows rows;
     RowUnit at;  // whose piece is in flight, or next to be
     int unit, units, stride, piece, pieces;
 
     DEVICE_MEMBER void begin(const MatmulArgs &mm, int block, int blocks) {
-        units = row_units(mm, R);
-        unit = warp_id() * blocks + block;  // so that every block has its share of a last turn that is not full
+        units = row_units(mm, Rows::ROWS);
+        // Every block has its share of a last turn that is not full. From one lane: the compiler sees that a warp stays
+        // together.
+        unit = __shfl_sync(FULL_WARP, warp_id(), 0) * blocks + block;
         stride = blocks * warp_count();
-        at = row_unit(mm, unit, R);
+        at = row_unit(mm, unit, Rows::ROWS);
         piece = 0;
         pieces = rows.pieces(at.w);
         rows.clear();
         if (unit < units) rows.load(at.w, at.n, at.rows, 0);
     }
 
-    // out.open(at) before the first piece of a unit, out.close(at, mine) after its last: lane r < at.rows holds row r.
-    template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const A8Row &in, const float *x, Out &out) {
-        float acc[R];
+    DEVICE_MEMBER bool any() const { return unit < units; }
+
+    // Behind rows.take(), if there is a unit.
+    template <class Row, class Out>
+    DEVICE_MEMBER void finish(const MatmulArgs &mm, const Row &in, const float *x, Out &out) {
+        float acc[Rows::ROWS];
 #pragma unroll
-        for (int r = 0; r < R; r++) acc[r] = 0.0f;
-        while (unit < units) {
-            if (piece == 0) out.open(at);
+        for (int r = 0; r < Rows::ROWS; r++) acc[r] = 0.0f;
+        while (any()) {
             const RowUnit now = at;
             bool last = false;
             rows.use(now.w, in, x, acc, [&] {
@@ -333,21 +358,20 @@ template <int U, int R> struct WarpUnits {
                 if (last) {
                     piece = 0;
                     unit += stride;
-                    if (unit < units) {
-                        at = row_unit(mm, unit, R);
+                    if (any()) {
+                        at = row_unit(mm, unit, Rows::ROWS);
                         pieces = rows.pieces(at.w);
                     }
                 }
-                if (unit < units) rows.load(at.w, at.n, at.rows, piece);
+                if (any()) rows.load(at.w, at.n, at.rows, piece);
+                return !last;
             });
             if (last) {
-                float y[R], mine = 0.0f;
-                rows.sums(now.w, acc, y);
-#pragma unroll
-                for (int r = 0; r < R; r++)
-                    if (lane_id() == r) mine = y[r];
-                out.close(now, mine);
+                const float mine = rows.sums(now.w, acc);
+                out.close(now, Rows::row(), mine);
+                if (any()) out.open(at, Rows::row());
             }
+            if (any()) rows.take();
         }
     }
 };

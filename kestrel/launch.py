@@ -26,10 +26,12 @@ HASHES_PER_LAUNCH = 32
 STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
-# Forms of the stages around one matrix: u loads of a thread in flight for each of the r rows of a warp.
-NORM_MATMUL_FORMS = ("u2r1", "u2r2", "u2r3", "u2r4", "u2r5", "u3r3", "u4r1", "u4r2")
-MATMUL_ADD_FORMS = ("u2r1", "u2r2", "u2r3", "u2r4", "u3r3", "u4r1", "u4r2")
-HEAD_FORMS = ("u2r4", "u4r2")
+# Forms of the stages around one matrix: the format of the weights, u loads of a thread in flight for each of
+# the r rows of a warp. The q4local forms take rows of whole steps of 256 elements.
+_Q4_FORMS = ("q4_u2r1", "q4_u2r2", "q4_u2r3", "q4_u2r4", "q4_u3r3", "q4_u4r1", "q4_u4r2")
+NORM_MATMUL_FORMS = (*_Q4_FORMS, "q4_u2r5", "any_u2r4", "any_u4r2")
+MATMUL_ADD_FORMS = (*_Q4_FORMS, "any_u2r4", "any_u4r2")
+HEAD_FORMS = ("q4_u2r4", "q4_u4r2", "q8_u2r4", "q8_u4r2", "bf16_u2r4", "any_u2r4")
 MATRIX_STAGES = (
     *(f"k_norm_matmul_{form}" for form in NORM_MATMUL_FORMS),
     *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
@@ -168,8 +170,30 @@ def attention_work_bytes(rows: int, heads: int, head_dim: int, context: int) -> 
 
 def norm_shared_bytes(d: int) -> int:
     """Dynamic shared memory of a block that norms a row of ``d`` elements (``NormShared``)."""
-    floats = max(32, _round_up(d // 8 + d % 8, 4)) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
+    floats = norm_terms(d) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
     return 4 * floats + _round_up(d, 16)
+
+
+def norm_terms(d: int) -> int:
+    """Terms of a norm's chain, with the zeros behind them."""
+    return _round_up(d // 8 + d % 8, 64)
+
+
+def q4_rows_bytes(warps: int, k: int, loads: int, rows: int) -> int:
+    """Dynamic shared memory for the weights in flight of a block of ``warps`` warps (``Q4Rows``)."""
+    return _round_up(8 * warps, 16) + warps * rows * min(k // 32, 32 * loads) * 18
+
+
+def normed_row_bytes(d: int) -> int:
+    """Dynamic shared memory of a block that norms a row for q4local weights (``NormedRow``, the chain)."""
+    return (
+        copied_row_bytes(d) - 4 * _round_up(d // 32, 4) + 8 * _round_up(d // 32, 2) + 4 * (norm_terms(d) + 4)
+    )
+
+
+def copied_row_bytes(k: int) -> int:
+    """Dynamic shared memory of an a8 row for q4local weights (``CopiedRow``)."""
+    return k + 2 * 4 * _round_up(k // 32, 4)
 
 
 def attention_stage_shared_bytes(head_dim: int) -> int:

@@ -14,11 +14,11 @@ from kestrel.launch import GATE_UP_STAGES, HEAD_FORMS, MATMUL_ADD_FORMS, NORM_MA
 
 # Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
 # adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
-# sections 3, 7 and 9.
+# sections 3, 7 and 9, and the last steps of quotients.
 DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_embed": frozenset(),
-    "k_rms_norm_cpu": frozenset(),
-    "k_quantize_a8": frozenset(),
+    "k_rms_norm_cpu": frozenset({"f32"}),
+    "k_quantize_a8": frozenset({"f32"}),
     "k_matmul": frozenset({"f32"}),
     "k_matmul_m2": frozenset({"f32"}),
     "k_matmul_m4": frozenset({"f32"}),
@@ -38,7 +38,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_feedback": frozenset(),
     "k_l2_hash": frozenset(),
     "k_l2_hash_many": frozenset(),
-    "k_norm_a8": frozenset(),
+    "k_norm_a8": frozenset({"f32"}),
     **{f"k_norm_matmul_{suffix}": frozenset({"f32"}) for suffix in NORM_MATMUL_FORMS},
     **{f"k_matmul_add_{suffix}": frozenset({"f32"}) for suffix in MATMUL_ADD_FORMS},
     **{f"k_head_{suffix}": frozenset({"f32"}) for suffix in HEAD_FORMS},
