@@ -329,16 +329,15 @@ template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, 
 // s[t][j] of the chunk, 16 positions by up to eight heads at a time, in int8.
 template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, int count) {
     const int group = lane_id() / 4, part = lane_id() % 4;
-    unsigned q8[W] = {};  // of head `group`
-    if (group < HS) unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
+    unsigned q8[W] = {};  // of head `group`; what lies past the heads, and past the positions, makes scores that nobody reads
+    unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
         const int t0 = 32 * warp_id() + 16 * tile;
         if (t0 < count) {
             unsigned k8[2][W] = {};  // rows t0 + group and t0 + group + 8
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (t0 + group + 8 * i < count) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
+            for (int i = 0; i < 2; i++) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
             int dots[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int step = 0; step < W / 2; step++) {
@@ -466,32 +465,42 @@ DEVICE void load_four(const float *p, float *to) {
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
-// What SIZE neighbouring positions add to an element: V, in rows of PITCH words to four positions, and the weights of HPT
-// heads. The fewer the heads, the more positions: what the chains wait for is asked for long before.
-template <int HPT, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = HPT == 1 ? 32 : HPT == 2 ? 16 : HPT == 4 ? 8 : 4;
-    unsigned x[SIZE / 4];  // four bytes each
+// What SIZE neighbouring positions add to DIMS neighbouring elements of HPT heads: V, in rows of PITCH words to four
+// positions, and the weights. A multiprocessor loads 128 bytes a cycle from shared memory, broadcast or not: a load must
+// serve several multiplications, so the more heads a unit has, the more elements and heads a thread takes.
+template <int DIMS, int HPT, int PITCH> struct ValueGroup {
+    static constexpr int SIZE = 16 / HPT;
+    unsigned x[SIZE / 4][DIMS];  // four positions each
     float w[HPT][SIZE];
 
-    // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
+    // v: the first element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
     DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
 #pragma unroll
         for (int i = 0; i < SIZE / 4; i++) {
-            x[i] = v[i * PITCH];
+            if constexpr (DIMS == 4) {
+                const uint4 four = *(const uint4 *)(v + i * PITCH);
+                x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+            } else {
+#pragma unroll
+                for (int d = 0; d < DIMS; d++) x[i][d] = v[i * PITCH + d];
+            }
 #pragma unroll
             for (int j = 0; j < HPT; j++) load_four(weights + j * UNIT_PITCH + 4 * i, w[j] + 4 * i);
         }
     }
 
-    // acc[j] = fma(w, v, acc[j]) in order; acc * c before it, if any maximum `moved` here. c is 1 where the maximum of a
-    // head did not move, which changes nothing.
-    DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
+    // acc[j][d] = fma(w, v, acc[j][d]) in order; acc * c before it, if any maximum `moved` here. c is 1 where the maximum
+    // of a head did not move, which changes nothing.
+    DEVICE_MEMBER void add(bool moved, const float *factors, float (*acc)[DIMS]) const {
         if (!moved) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
-                const float value = value_float(x[i / 4], i % 4);
 #pragma unroll
-                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j]);
+                for (int d = 0; d < DIMS; d++) {
+                    const float value = value_float(x[i / 4][d], i % 4);
+#pragma unroll
+                    for (int j = 0; j < HPT; j++) acc[j][d] = fma_f32(w[j][i], value, acc[j][d]);
+                }
             }
         } else {
 #pragma unroll
@@ -501,34 +510,45 @@ template <int HPT, int PITCH> struct ValueGroup {
                 for (int j = 0; j < HPT; j++) load_four(factors + j * UNIT_PITCH + i0, c[j]);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float value = value_float(x[i0 / 4], i);
 #pragma unroll
-                    for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i0 + i], value, acc[j] * c[j][i]);
+                    for (int d = 0; d < DIMS; d++) {
+                        const float value = value_float(x[i0 / 4][d], i);
+#pragma unroll
+                        for (int j = 0; j < HPT; j++) acc[j][d] = fma_f32(w[j][i0 + i], value, acc[j][d] * c[j][i]);
+                    }
                 }
             }
         }
     }
 };
 
-// acc[j] of the element of word `at` of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of
-// UNIT_STEP.
-template <int HPT, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
-    constexpr int SIZE = ValueGroup<HPT, PITCH>::SIZE, FOURS = SIZE / 4;
+// acc[j][d] of the elements of words at .. at + DIMS - 1 of HPT heads, the first of them j0, over positions begin .. end -
+// 1, both multiples of UNIT_STEP. Two groups take turns, so that the next is read behind the chains of this one; at the
+// end what lies behind the arrays of the chunk is read, too, and not used.
+template <int DIMS, int HPT, int PITCH>
+DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float (*acc)[DIMS]) {
+    typedef ValueGroup<DIMS, HPT, PITCH> Group;
+    constexpr int SIZE = Group::SIZE, FOURS = SIZE / 4;
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
     unsigned long long moved = unit_moved(sh, j0) >> (begin / 4);
 #pragma unroll
-    for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
-    ValueGroup<HPT, PITCH> group;
+    for (int j = 0; j < HPT; j++) {
+#pragma unroll
+        for (int d = 0; d < DIMS; d++) acc[j][d] = 0.0f;
+    }
+    Group even, odd;
+    even.load(v, w);
 #pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += SIZE) {
-        group.load(v, w);
-        group.add(((unsigned)moved & ((1u << FOURS) - 1u)) != 0u, c, acc);
-        v += FOURS * PITCH;
-        w += SIZE;
-        c += SIZE;
-        moved >>= FOURS;
+    for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
+        odd.load(v + FOURS * PITCH, w + SIZE);
+        even.add(((unsigned)moved & ((1u << FOURS) - 1u)) != 0u, c, acc);
+        v += 2 * FOURS * PITCH;
+        w += 2 * SIZE;
+        even.load(v, w);
+        odd.add(((unsigned)moved >> FOURS & ((1u << FOURS) - 1u)) != 0u, c + SIZE, acc);
+        c += 2 * SIZE;
+        moved >>= 2 * FOURS;
     }
 }
 
@@ -553,37 +573,36 @@ DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
     return l;
 }
 
-// One element of HPT heads to to[j * pitch], heads past `heads` left out; at: its word.
-template <int HPT, int PITCH>
+// DIMS elements of HPT heads to to[j * pitch + d], heads past `heads` left out; at: the first one's word.
+template <int DIMS, int HPT, int PITCH>
 DEVICE void unit_element(const UnitShared &sh, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
-    float acc[HPT];
-    unit_values<HPT, PITCH>(sh, at, j0, begin, end, acc);
+    float acc[HPT][DIMS];
+    unit_values<DIMS, HPT, PITCH>(sh, at, j0, begin, end, acc);
 #pragma unroll
     for (int j = 0; j < HPT; j++) {
-        if (j0 + j < heads) *to = acc[j];
+#pragma unroll
+        for (int d = 0; d < DIMS; d++)
+            if (j0 + j < heads) to[d] = acc[j][d];
         to += pitch;
     }
 }
 
 // The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
-// one is the thread-th: a thread to an element of as few heads as leave work for all.
+// one is the thread-th.
 template <int PITCH>
 DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, float *to, int pitch, int heads, int thread,
                           int threads) {
-    // Heads of a thread: one or two, or all, which share the conversions of V.
-    const int each = HS * hd <= threads ? 1 : HS * hd <= 2 * threads ? 2 : HS;
+    const int each = HS <= 2 ? 1 : HS / 2, items = hd / each;  // elements, and heads, of a thread
 #pragma unroll 1
-    for (int item = thread; item < HS / each * hd; item += threads) {
-        const int part = item < hd ? 0 : item / hd, j0 = part * each, at = item - part * hd;
+    for (int item = thread; item < HS / each * items; item += threads) {
+        const int part = item < items ? 0 : item / items, j0 = part * each, at = (item - part * items) * each;
         float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
-            unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<1, 1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else if (each == 2)
-            unit_element<2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
-        else if (PITCH > 128 && each == 4)
-            unit_element<4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<2, 2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else
-            unit_element<8, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<4, 4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
     }
 }
 
