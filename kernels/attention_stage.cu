@@ -25,7 +25,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     u.chunks = pos / CHUNK + 1;
     u.base = load_l2(a.base);
     u.slots = blocks >= groups * u.chunks ? u.chunks : blocks < groups ? 1 : blocks / groups;
-    const RowWeights<W / 2> rw = unit_row_weights<W / 2>(st, HS);
+    const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
     const UnitQuads quads = unit_quads(HS, a.hd);
     bool waited = false;
 #pragma unroll 1
@@ -62,7 +62,12 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 }
                 const bool has_new =
                     u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
-                unit_rows(st, sh, u, HS, rw, has_new, t_new, u.slot == 0, has_new && u.first_of_kv);
+#pragma unroll 1
+                for (int row = warp_id(); row < (has_new ? HS + 2 : HS); row += UNIT_WARPS) {
+                    RowWeights<W / 4> weights = first_weights;
+                    if (row >= UNIT_WARPS) weights = unit_row_weights<W / 4>(st, HS, row);
+                    unit_row(st, sh, u, HS, row, weights, t_new, u.slot == 0, has_new && u.first_of_kv);
+                }
             }
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
             unit_transpose(sh, 16 * W, a.hd, quads, cached);

@@ -11,12 +11,11 @@
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
 #define UNIT_PITCH (CHUNK + 4)      // f32 of a head's positions: spreads the heads over the banks
 #define UNIT_STEP 32                // the chains take so many positions at a time: rows end in idle ones up to that
-#define ROW_LANES 16                // lanes that make one row
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
     float *s;              // f32[HS, UNIT_PITCH]: scores, then exponentials p
-    float *squares;        // f32[UNIT_ROWS, hd + 4]
+    float *squares;        // f32[UNIT_ROWS, hd rounded up to 32, + 4]
     float *angle;          // f32[hd]: cosines, then sines
     float *ks;             // f32[CHUNK]
     float *qs;             // f32[HS]
@@ -37,7 +36,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     UnitShared sh;
     sh.s = (float *)base;
     sh.squares = sh.s + UNIT_PITCH * UNIT_HEADS;
-    sh.angle = sh.squares + UNIT_ROWS * (hd + 4);
+    sh.angle = sh.squares + UNIT_ROWS * ((hd + 31) / 32 * 32 + 4);
     sh.ks = sh.angle + hd;
     sh.qs = sh.ks + CHUNK;
     sh.new_scale = sh.qs + UNIT_HEADS;
@@ -73,7 +72,8 @@ struct UnitQuads {
 };
 
 DEVICE UnitQuads unit_quads(int HS, int hd) {
-    const int makers = (HS + 3) / 2, units = hd / 16, rows = 32 / units, row = lane_id() / units;
+    const int makers = HS + 2 < UNIT_WARPS ? HS + 2 : 0;  // 0: every warp does both, in turn
+    const int units = hd / 16, rows = 32 / units, row = lane_id() / units;
     UnitQuads q;
     q.at = lane_id() - row * units;
     q.step = (UNIT_WARPS - makers) * rows;
@@ -158,19 +158,19 @@ DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
         sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = (signed char)(sh.new_row[hd + e] ^ 0x80);
 }
 
-// The norm weights of the row that this lane's group of sixteen makes: asked for before the stage's wait. PAIRS: pairs
-// (e, e + hd/2) of a lane, so hd <= 32 * PAIRS.
+// The norm weights of the warp's first row: asked for before the stage's wait. PAIRS: pairs (e, e + hd/2) of a lane, so hd
+// <= 64 * PAIRS.
 template <int PAIRS> struct RowWeights {
     float w0[PAIRS], w1[PAIRS];
 };
 
-template <int PAIRS> DEVICE RowWeights<PAIRS> unit_row_weights(const AttentionStageArgs &st, int HS) {
+template <int PAIRS> DEVICE RowWeights<PAIRS> unit_row_weights(const AttentionStageArgs &st, int HS, int row) {
     RowWeights<PAIRS> rw;
-    const int row = threadIdx.x / ROW_LANES, half = st.attn.hd / 2;
+    const int half = st.attn.hd / 2;
     const float *const w = row < HS ? st.q_norm.w : st.k_norm.w;  // f32[hd]
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
-        const int e = threadIdx.x % ROW_LANES + ROW_LANES * n;
+        const int e = lane_id() + 32 * n;
         rw.w0[n] = rw.w1[n] = 1.0f;
         if (st.has_norm && row <= HS && e < half) {
             rw.w0[n] = load_weight(w + e);
@@ -190,23 +190,35 @@ DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
     }
 }
 
-// Rows 0 .. HS - 1: queries through norm and RoPE, quantised; with `with_new` row HS: the new K row likewise, HS + 1: the
-// new V row, quantised; K also goes to position t_new of the chunk, if it is in there. Sixteen lanes make a row, lane
-// e % 16 holds the pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by
-// `store_new`. The caller's barrier follows.
+// The sum of n terms in order; n is a multiple of 32.
+DEVICE float unit_square_sum(const float *terms, int n) {
+    float4 even[4], odd[4];
+    float sum = 0.0f;
+    load_sixteen(terms, even);
+#pragma unroll 1
+    for (int i = 0; i < n; i += 32) {
+        load_sixteen(terms + i + 16, odd);
+        sum = add_sixteen(even, sum);
+        load_sixteen(terms + (i + 32 < n ? i + 32 : 0), even);  // at the end for nothing
+        sum = add_sixteen(odd, sum);
+    }
+    return sum;
+}
+
+// Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
+// row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row, lane e % 32 holds the
+// pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
 template <int PAIRS>
-DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, const RowWeights<PAIRS> &rw,
-                      bool with_new, int t_new, bool store_q, bool store_new) {
-    const int hd = st.attn.hd, half = hd / 2;
-    const int row = threadIdx.x / ROW_LANES, lane = threadIdx.x % ROW_LANES;
-    if (row / 2 * 2 >= (with_new ? HS + 2 : HS)) return;  // whole warps: a warp makes two rows
+DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row,
+                     const RowWeights<PAIRS> &rw, int t_new, bool store_q, bool store_new) {
+    const int hd = st.attn.hd, half = hd / 2, lane = lane_id();
     const bool is_q = row < HS, is_v = row == HS + 1;
-    const bool real = is_q ? row < u.heads : with_new && row < HS + 2;
+    const bool real = !is_q || row < u.heads;  // queries past the unit's heads are zero
     const float *const x = is_q ? st.attn.q + (u.h0 + row) * hd : (is_v ? st.kv.v : st.kv.k) + u.kv * hd;  // f32[hd]
     float x0[PAIRS], x1[PAIRS];
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
-        const int e = lane + ROW_LANES * n;
+        const int e = lane + 32 * n;
         x0[n] = x1[n] = 0.0f;
         if (real && e < half) {
             x0[n] = load_l2(x + e);
@@ -215,31 +227,32 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
     }
     const bool store = is_q ? store_q : store_new;
     const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd;  // in normed and roped
-    if (st.has_norm) {
-        float ss = 0.0f;
+    if (real && !is_v) {
+        if (st.has_norm) {
+            float ss = 0.0f;
 #if KESTREL_FAST
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
-        for (int step = 1; step < ROW_LANES; step <<= 1) ss += __shfl_xor_sync(FULL_WARP, ss, step);
+            for (int n = 0; n < PAIRS; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
+            ss = warp_sum_f32(ss);
 #else
-        float *const squares = sh.squares + (row < UNIT_ROWS ? row : 0) * (hd + 4);
+            const int padded = (hd + 31) / 32 * 32;  // +0 changes no sum of squares
+            float *const squares = sh.squares + row * (padded + 4);
+            if (hd + lane < padded) squares[hd + lane] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
-            const int e = lane + ROW_LANES * n;
-            if (real && e < half) {
-                squares[e] = x0[n] * x0[n];
-                squares[e + half] = x1[n] * x1[n];
+            for (int n = 0; n < PAIRS; n++) {
+                const int e = lane + 32 * n;
+                if (e < half) {
+                    squares[e] = x0[n] * x0[n];
+                    squares[e + half] = x1[n] * x1[n];
+                }
             }
-        }
-        __syncwarp();
-        if (real && !is_v) ss = ordered_sum(squares, hd, 0.0f);  // every lane: the reads are broadcasts
-        __syncwarp();
+            __syncwarp();
+            ss = unit_square_sum(squares, padded);  // every lane: the reads are broadcasts
 #endif
-        if (real && !is_v) {
             const float r = inverse_sqrt(ss / (float)hd + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll
             for (int n = 0; n < PAIRS; n++) {
-                const int e = lane + ROW_LANES * n;
+                const int e = lane + 32 * n;
                 x0[n] = (x0[n] * r) * rw.w0[n];
                 x1[n] = (x1[n] * r) * rw.w1[n];
                 if (store && e < half) {
@@ -248,11 +261,9 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
                 }
             }
         }
-    }
-    if (real && !is_v) {
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            const int e = lane + ROW_LANES * n;
+            const int e = lane + 32 * n;
             if (e < half) {
                 const float c = sh.angle[e], s = sh.angle[half + e];
                 const float y0 = x0[n] * c - x1[n] * s, y1 = x1[n] * c + x0[n] * s;
@@ -270,17 +281,16 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
     for (int n = 0; n < PAIRS; n++) {
         const unsigned a0 = f32_bits(x0[n]) & 0x7fffffffu, a1 = f32_bits(x1[n]) & 0x7fffffffu;
         const unsigned larger = a0 > a1 ? a0 : a1;
-        if (lane + ROW_LANES * n < half) amax = larger > amax ? larger : amax;
+        if (lane + 32 * n < half) amax = larger > amax ? larger : amax;
     }
-    const A8Scale scale = a8_scale(group_max_u32(amax, ROW_LANES));
-    if (row >= (with_new ? HS + 2 : HS)) return;
+    const A8Scale scale = a8_scale(__reduce_max_sync(FULL_WARP, amax));
     signed char *const codes = is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd;  // i8[hd]
     const long long slot = (u.base + u.pos) * st.kv.nkv + u.kv;
     signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd;  // i8[hd]
     const bool here = row == HS && t_new < CHUNK;
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
-        const int e = lane + ROW_LANES * n;
+        const int e = lane + 32 * n;
         if (e < half) {
             const signed char c0 = (signed char)(scale.zero ? 0 : a8_code(x0[n], scale.inv));
             const signed char c1 = (signed char)(scale.zero ? 0 : a8_code(x1[n], scale.inv));
@@ -465,78 +475,62 @@ DEVICE void load_four(const float *p, float *to) {
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
-// What SIZE neighbouring positions add to DIMS neighbouring elements of HPT heads: V, in rows of PITCH words to four
-// positions, and the weights. A multiprocessor loads 128 bytes a cycle from shared memory, broadcast or not: a load must
-// serve several multiplications, so the more heads a unit has, the more elements and heads a thread takes.
-template <int DIMS, int HPT, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = 16 / HPT;
-    unsigned x[SIZE / 4][DIMS];  // four positions each
+// What SIZE neighbouring positions add to an element of HPT heads: V, in rows of PITCH words to four positions, and the
+// weights.
+template <int HPT, int PITCH> struct ValueGroup {
+    static constexpr int SIZE = HPT == 4 ? 4 : 8;
+    unsigned x[SIZE / 4];  // four positions each
     float w[HPT][SIZE];
 
-    // v: the first element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
+    // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
     DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
 #pragma unroll
         for (int i = 0; i < SIZE / 4; i++) {
-            if constexpr (DIMS == 4) {
-                const uint4 four = *(const uint4 *)(v + i * PITCH);
-                x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
-            } else {
-#pragma unroll
-                for (int d = 0; d < DIMS; d++) x[i][d] = v[i * PITCH + d];
-            }
+            x[i] = v[i * PITCH];
 #pragma unroll
             for (int j = 0; j < HPT; j++) load_four(weights + j * UNIT_PITCH + 4 * i, w[j] + 4 * i);
         }
     }
 
-    // acc[j][d] = fma(w, v, acc[j][d]) in order; acc * c before it, if any maximum `moved` here. c is 1 where the maximum
-    // of a head did not move, which changes nothing.
-    DEVICE_MEMBER void add(bool moved, const float *factors, float (*acc)[DIMS]) const {
-        if (!moved) {
+    // acc[j] = fma(w, v, acc[j] * c) in order; c is 1 where the maximum of a head did not move, which changes nothing. Four
+    // heads leave the products out where no maximum `moved`; for fewer a branch would take longer than they do.
+    DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
+        if (KESTREL_FAST || (HPT == 4 && !moved)) {  // the fast form has no c
 #pragma unroll
             for (int i = 0; i < SIZE; i++) {
+                const float value = value_float(x[i / 4], i % 4);
 #pragma unroll
-                for (int d = 0; d < DIMS; d++) {
-                    const float value = value_float(x[i / 4][d], i % 4);
-#pragma unroll
-                    for (int j = 0; j < HPT; j++) acc[j][d] = fma_f32(w[j][i], value, acc[j][d]);
-                }
+                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j]);
             }
-        } else {
+            return;
+        }
+        float c[HPT][SIZE];
 #pragma unroll
-            for (int i0 = 0; i0 < SIZE; i0 += 4) {
-                float c[HPT][4];
+        for (int j = 0; j < HPT; j++) {
 #pragma unroll
-                for (int j = 0; j < HPT; j++) load_four(factors + j * UNIT_PITCH + i0, c[j]);
+            for (int i = 0; i < SIZE; i += 4) load_four(factors + j * UNIT_PITCH + i, c[j] + i);
+        }
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < SIZE; i++) {
+            const float value = value_float(x[i / 4], i % 4);
 #pragma unroll
-                    for (int d = 0; d < DIMS; d++) {
-                        const float value = value_float(x[i0 / 4][d], i);
-#pragma unroll
-                        for (int j = 0; j < HPT; j++) acc[j][d] = fma_f32(w[j][i0 + i], value, acc[j][d] * c[j][i]);
-                    }
-                }
-            }
+            for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j] * c[j][i]);
         }
     }
 };
 
-// acc[j][d] of the elements of words at .. at + DIMS - 1 of HPT heads, the first of them j0, over positions begin .. end -
-// 1, both multiples of UNIT_STEP. Two groups take turns, so that the next is read behind the chains of this one; at the
-// end what lies behind the arrays of the chunk is read, too, and not used.
-template <int DIMS, int HPT, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float (*acc)[DIMS]) {
-    typedef ValueGroup<DIMS, HPT, PITCH> Group;
+// acc[j] of the element of word `at` of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of
+// UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the
+// arrays of the chunk is read, too, and not used.
+template <int HPT, int PITCH>
+DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
+    typedef ValueGroup<HPT, PITCH> Group;
     constexpr int SIZE = Group::SIZE, FOURS = SIZE / 4;
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
     unsigned long long moved = unit_moved(sh, j0) >> (begin / 4);
 #pragma unroll
-    for (int j = 0; j < HPT; j++) {
-#pragma unroll
-        for (int d = 0; d < DIMS; d++) acc[j][d] = 0.0f;
-    }
+    for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
     Group even, odd;
     even.load(v, w);
 #pragma unroll 1
@@ -573,36 +567,34 @@ DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
     return l;
 }
 
-// DIMS elements of HPT heads to to[j * pitch + d], heads past `heads` left out; at: the first one's word.
-template <int DIMS, int HPT, int PITCH>
+// One element of HPT heads to to[j * pitch], heads past `heads` left out; at: its word.
+template <int HPT, int PITCH>
 DEVICE void unit_element(const UnitShared &sh, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
-    float acc[HPT][DIMS];
-    unit_values<DIMS, HPT, PITCH>(sh, at, j0, begin, end, acc);
+    float acc[HPT];
+    unit_values<HPT, PITCH>(sh, at, j0, begin, end, acc);
 #pragma unroll
     for (int j = 0; j < HPT; j++) {
-#pragma unroll
-        for (int d = 0; d < DIMS; d++)
-            if (j0 + j < heads) to[d] = acc[j][d];
+        if (j0 + j < heads) *to = acc[j];
         to += pitch;
     }
 }
 
 // The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
-// one is the thread-th.
+// one is the thread-th: a thread to an element of as few heads as leave work for all.
 template <int PITCH>
 DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, float *to, int pitch, int heads, int thread,
                           int threads) {
-    const int each = HS <= 2 ? 1 : HS / 2, items = hd / each;  // elements, and heads, of a thread
+    const int each = HS == 1 || HS * hd <= threads ? 1 : HS == 2 || HS * hd <= 2 * threads ? 2 : 4;  // heads of a thread
 #pragma unroll 1
-    for (int item = thread; item < HS / each * items; item += threads) {
-        const int part = item < items ? 0 : item / items, j0 = part * each, at = (item - part * items) * each;
+    for (int item = thread; item < HS / each * hd; item += threads) {
+        const int part = item < hd ? 0 : item / hd, j0 = part * each, at = item - part * hd;
         float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
-            unit_element<1, 1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else if (each == 2)
-            unit_element<2, 2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
         else
-            unit_element<4, 4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
     }
 }
 

@@ -200,7 +200,7 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of the attention stage (``UnitShared``)."""
     heads, warps = 8, CHUNK // 32
     positions = CHUNK + 4  # UNIT_PITCH
-    floats = positions * heads + (heads + 2) * (head_dim + 4) + head_dim + CHUNK
+    floats = positions * heads + (heads + 2) * (_round_up(head_dim, 32) + 4) + head_dim + CHUNK
     floats += heads + 4 + warps * heads + warps
     keys = max(CHUNK * head_dim, 4 * 2 * positions * heads)  # w and c take their place
     values = CHUNK * (128 if head_dim <= 128 else 256)
