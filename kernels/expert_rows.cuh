@@ -26,12 +26,12 @@ template <int U> struct InputGroups {
     float d[U];
     int bias[U];
 
-    // Groups first, first + 8, ...; written by another kernel. Past the row it is the last group again, whose products
-    // nobody adds: what no branch surrounds, the compiler interleaves.
-    DEVICE_MEMBER void load(const A8Row &in, int first, int groups) {
+    // Groups first, first + 8, ... of the row of `groups` that begins at group `row` of `in`; written by another kernel. Past
+    // the row it is the last group again, whose products nobody adds: what no branch surrounds, the compiler interleaves.
+    DEVICE_MEMBER void load(const A8Row &in, int row, int first, int groups) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
+            const unsigned g = (unsigned)(row + (first + 8 * u < groups ? first + 8 * u : groups - 1));
             const uint4 *const q = (const uint4 *)in.q + 2 * g;
             lo[u] = load_l2(q);
             hi[u] = load_l2(q + 1);

@@ -155,15 +155,16 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
 // ---- gate, up, SwiGLU, a8 ----
 
 // A unit is one group of 32 elements of h of one chosen expert, and its a8: 32 gate and 32 up rows, which a block's warps
-// share. EXPERTS: every block chooses for itself from the logits; otherwise the matrices are one FFN's, and their rows are
-// asked for ahead of the wait.
+// share. EXPERTS: every block chooses for itself from the logits, and the last unit, of rank T, stores the choice and its
+// weights (at best a block does nothing else); otherwise the matrices are one FFN's, and their rows are asked for ahead of
+// the wait.
 struct GateUpUnits {
-    int per_expert, units, count;  // count: experts by rank that the block's units need
+    int per_expert, units, count;  // count: ranks that the block's units need
     int unit, rank, part;          // the block's current unit: part `part` of the expert of rank `rank`
 
     DEVICE_MEMBER GateUpUnits(const GateUpArgs &a, bool experts, int block, int blocks) {
         per_expert = a.swiglu.F / 32;
-        units = (experts ? a.mm.T : 1) * per_expert;
+        units = experts ? a.mm.T * per_expert + 1 : per_expert;
         unit = block;
         rank = experts ? (int)((unsigned)block / (unsigned)per_expert) : 0;
         part = block - rank * per_expert;
@@ -172,9 +173,11 @@ struct GateUpUnits {
             const unsigned last = (unsigned)(units - 1 - (int)((unsigned)(units - 1 - block) % (unsigned)blocks));
             count = (int)(last / (unsigned)per_expert) + 1;
         }
+        if (experts && count > a.mm.T) count = a.mm.T;
     }
 
     DEVICE_MEMBER bool more() const { return unit < units; }
+    DEVICE_MEMBER bool stores() const { return unit == units - 1; }  // experts
 
     DEVICE_MEMBER void advance(int blocks) {
         unit += blocks;
@@ -185,6 +188,13 @@ struct GateUpUnits {
 
 // h of one element.
 DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_form(-gate))) * up; }
+
+// The weights of the ids in `choice`, which may still be on their way there, and both to global memory.
+DEVICE void store_choice(const RouterTopkArgs &topk, const ChoiceShared &choice) {
+    __syncthreads();
+    block_choice_weights(topk, 0, choice);
+    block_store_choice(topk, 0, choice);
+}
 
 // q4local rows of whole steps. A warp takes four pairs of rows at a time, a quad.
 template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
@@ -210,8 +220,23 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
         }
     }
     bool begun = false;
+    // Once for each warp (warps are no more than quads), as soon as its first rows are asked for.
+    auto begin = [&] {
+        if (!EXPERTS) wait_for_previous();
+        start_next();
+        if (!EXPERTS) in.ask(row, groups);
+        copy_wait_all();
+        __syncthreads();
+        begun = true;
+    };
     int turn = 0;
     for (; own.more(); own.advance(blocks), turn ^= 1) {
+        if (EXPERTS && own.stores()) {
+            if (!begun) begin();
+            if (by_warp && (int)threadIdx.x < a.topk.T) choice.ids[threadIdx.x] = ids;  // T: at most a warp
+            store_choice(a.topk, choice);
+            break;
+        }
         const long long expert = !EXPERTS ? 0 : by_warp ? __shfl_sync(FULL_WARP, ids, own.rank) : choice.ids[own.rank];
         const long long start = expert * (a.swiglu.F * groups);  // of the expert's groups
 #pragma unroll 1
@@ -221,13 +246,8 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
             for (int piece = 0; piece < pieces; piece++) {
                 QuadPair<FULL> rows;
                 rows.ask(a.mm.w, start + (32 * own.part + 4 * quad + lane / 8) * groups, groups, piece, tile);
-                if (!begun) {  // each warp once: warps are no more than quads
-                    if (!EXPERTS) wait_for_previous();
-                    start_next();
-                    if (!EXPERTS) in.ask(row, groups);
-                    copy_wait_all();
-                    __syncthreads();
-                    begun = true;
+                if (!begun) {
+                    begin();
                 } else {
                     copy_wait_all();
                     __syncwarp();
@@ -245,11 +265,7 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
             warp_a8_element(value, a.a8, own.unit);
         }
     }
-    if (!begun) {  // a block without a unit
-        if (!EXPERTS) wait_for_previous();
-        start_next();
-        copy_wait_all();
-    }
+    if (!begun) begin();  // a block without a unit
 }
 
 // Any format and length.
@@ -266,6 +282,10 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
     start_next();
     int turn = 0;
     for (; own.more(); own.advance(blocks), turn ^= 1) {
+        if (EXPERTS && own.stores()) {
+            store_choice(a.topk, choice);
+            break;
+        }
         const long long expert = EXPERTS ? choice.ids[own.rank] : 0;
         const long long row = expert * a.swiglu.F + 32 * own.part + first;
         float mine[2] = {0.0f, 0.0f};  // gate and up of pair `lane`
@@ -305,7 +325,8 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     gate_up<false, false>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
+// 96 registers (as for blocks of 320): two blocks leave room for one of k_moe_down, which so begins early everywhere.
+KERNEL LAUNCH_BOUNDS(320, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     gate_up<true, true>(a, blockIdx.x, gridDim.x, shared);
 }
@@ -326,140 +347,194 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
 // ---- down, combination, residual ----
 
 #define DOWN_GROUPS 3  // of the input that a thread holds at a time
-#define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time
+#define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time, two by two
+
+#define DOWN_PAD 256   // bytes behind the tile: groups past a row's end are read like any other, and added to nothing
 
 // Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
 struct DownShared {
-    float *y;              // f32[T, rows]
+    float *x;              // f32[rows]
+    float *p;              // f32[T rounded up to 8]: the experts' weights
+    float *y;              // f32[T rounded up to 8, rows]
     unsigned char *codes;  // u8[T, rows, G, 16], q4local
     unsigned char *scale;  // f16[T, rows, G]; each expert's start rounded up to 16 bytes
     int scale_bytes;       // from one expert to the next
 };
 
 DEVICE DownShared down_shared(unsigned char *base, int T, int rows, int groups) {
+    const int ranks = (T + 7) / 8 * 8;
     DownShared sh;
-    sh.y = (float *)base;
-    sh.codes = (unsigned char *)(sh.y + T * rows);  // rows is a multiple of 4
+    sh.x = (float *)base;  // rows are a multiple of 4
+    sh.p = sh.x + rows;
+    sh.y = sh.p + ranks;
+    sh.codes = (unsigned char *)(sh.y + ranks * rows);
     sh.scale = sh.codes + T * rows * groups * 16;
     sh.scale_bytes = (2 * rows * groups + 15) / 16 * 16;
     return sh;
 }
 
-// What a warp does at a time: `have` quads of rows of expert t.
-struct DownItem {
-    int t, quad, have;
-    A8Row in;
+// What a warp does at a time: an item is up to DOWN_QUADS quads of rows of one expert, as many as leave work for every warp.
+// The items are those of the expert of rank 0, then of rank 1, ...; the warps take turns.
+struct DownItems {
+    int quads, each, parts;  // of an expert; of an item; items of an expert
+    int t, part;             // the warp's current item: part `part` of the expert of rank t
+
+    DEVICE_MEMBER DownItems(int T, int rows) {
+        quads = rows / 4;
+        const int shift = T * quads >= 4 * warp_count() ? 2 : T * quads >= 2 * warp_count() ? 1 : 0;
+        each = 1 << shift;
+        parts = (quads + each - 1) >> shift;
+        t = (int)((unsigned)warp_id() / (unsigned)parts);
+        part = warp_id() - t * parts;
+    }
+
+    DEVICE_MEMBER void advance() {
+#pragma unroll 1
+        for (part += warp_count(); part >= parts; part -= parts) t++;
+    }
+
+    DEVICE_MEMBER int quad() const { return part * each; }  // the item's first
+    DEVICE_MEMBER int have() const { return quads - quad() < each ? quads - quad() : each; }
 };
 
-// Adds the quads of an item, from the tile, to acc, f32[DOWN_QUADS]: a slot of eight lanes to a row, each lane its own
-// chain. `held` are the lane's first groups of the input.
-DEVICE void down_quads(const DownShared &sh, const DownItem &item, int rows, int groups, InputGroups<DOWN_GROUPS> &held,
-                       float *acc) {
-    const int l = lane_id() % 8, row = 4 * item.quad + lane_id() / 8;
-    const unsigned char *const codes = sh.codes + (item.t * rows + row) * groups * 16;
-    const unsigned short *const scale = (const unsigned short *)(sh.scale + item.t * sh.scale_bytes) + row * groups;
-    for (int first = l; first < groups; first += 8 * DOWN_GROUPS) {
-        if (first != l) held.load(item.in, first, groups);
+// Adds an item's quads, from the tile that the warp copied, to acc, f32[DOWN_QUADS]: a slot of eight lanes to a row, each
+// lane its own chain. in: all experts' rows. A quad past the last is another one again, and nobody stores it.
+DEVICE void down_quads(const DownShared &sh, const DownItems &item, const A8Row &in, int rows, int groups, float *acc) {
+    const int l = lane_id() % 8, have = item.have();
+    const int row = (4 * item.quad() + lane_id() / 8) * groups;
+    const uint4 *const codes = (const uint4 *)sh.codes + item.t * rows * groups + row;
+    const unsigned short *const scale = (const unsigned short *)(sh.scale + item.t * sh.scale_bytes) + row;
+#pragma unroll 1
+    for (int step = 0; step < groups; step += 8 * DOWN_GROUPS) {
+        const int first = step + l;
+        InputGroups<DOWN_GROUPS> held;
+        held.load(in, item.t * groups, first, groups);
+#pragma unroll 1
+        for (int pair = 0; pair < DOWN_QUADS; pair += 2) {  // a loop, because instructions come from far away, too
+            if (pair < have) {
+                copy_wait_all();  // here the compiler cannot put it ahead of the loads
+                __syncwarp();
+                float dot[2][DOWN_GROUPS], ws[2][DOWN_GROUPS];
 #pragma unroll
-        for (int i = 0; i < DOWN_QUADS; i++) {
-            if (i < item.have) {
-                float dot[DOWN_GROUPS], ws[DOWN_GROUPS];
+                for (int i = 0; i < 2; i++) {
+                    const int start = 4 * (pair + i < have ? pair + i : pair) * groups + first;
 #pragma unroll
-                for (int u = 0; u < DOWN_GROUPS; u++) {
-                    const int g = first + 8 * u < groups ? first + 8 * u : groups - 1;
-                    dot[u] = held.dot(u, *(const uint4 *)(codes + (4 * i * groups + g) * 16));
-                    ws[u] = half_to_float(scale[4 * i * groups + g]) * held.d[u];
+                    for (int u = 0; u < DOWN_GROUPS; u++) {
+                        dot[i][u] = held.dot(u, codes[start + 8 * u]);
+                        ws[i][u] = half_to_float(scale[start + 8 * u]) * held.d[u];
+                    }
                 }
 #pragma unroll
-                for (int u = 0; u < DOWN_GROUPS; u++)
-                    if (first + 8 * u < groups) acc[i] = fma_f32(dot[u], ws[u], acc[i]);
+                for (int u = 0; u < DOWN_GROUPS; u++) {
+                    if (first + 8 * u < groups) {
+                        acc[0] = fma_f32(dot[0][u], ws[0][u], acc[0]);
+                        acc[1] = fma_f32(dot[1][u], ws[1][u], acc[1]);
+                    }
+                }
             }
+            // The other pair comes forward; after the second turn each is where it was.
+            const float a0 = acc[0], a1 = acc[1];
+            acc[0] = acc[2], acc[1] = acc[3], acc[2] = a0, acc[3] = a1;
         }
     }
 }
 
-// A block takes `a.rows` neighbouring rows of every chosen expert: what the experts and their weights are follows from the
-// logits, which the kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats
-// are read where they lie). Block 0 stores the choice. A warp takes whole experts, or as many rows of one as leave work for
-// every warp; then each row is combined in rank order and added to x.
+// hsum8 of four rows of each slot: what two lanes would both compute, they compute for one row each. Lane l of a slot
+// returns row 2 * (l / 4) + l % 2.
+DEVICE float four_hsum8(const float *acc) {
+    const bool upper = lane_id() & 4, odd = lane_id() & 1;
+    float a = upper ? acc[2] : acc[0], b = upper ? acc[3] : acc[1];
+    a = a + __shfl_xor_sync(FULL_WARP, upper ? acc[0] : acc[2], 4);  // lo[k] = a[k] + a[k+4]
+    b = b + __shfl_xor_sync(FULL_WARP, upper ? acc[1] : acc[3], 4);
+    const float sum = (odd ? b : a) + __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);  // lo0 + lo1, lo2 + lo3
+    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
+}
+
+// A block takes `a.rows` neighbouring rows of every chosen expert: who the experts are follows from the logits, which the
+// kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats are read where
+// they lie). A warp copies the rows that it computes; then each row is combined in rank order and added to x.
 template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
-    const int T = a.mm.T, rows = a.rows, groups = w.k / 32;
+    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, lane = lane_id();
     const ChoiceShared choice = choice_shared(shared, a.topk.E, T);
     const DownShared sh = down_shared(shared + choice_shared_bytes(a.topk.E, T), T, rows, groups);
-    const int quads = rows / 4;
-    int each = T * quads / warp_count();  // quads that a warp takes of one expert at a time
-    each = each < 1 ? 1 : each > DOWN_QUADS ? DOWN_QUADS : each;
-    const int parts = (quads + each - 1) / each, items = T * parts;
-    InputGroups<DOWN_GROUPS> held;
-    auto item_of = [&](int i) {
-        DownItem item;
-        item.t = i / parts;
-        item.quad = i % parts * each;
-        item.have = quads - item.quad < each ? quads - item.quad : each;
-        item.in = {a.mm.xq + (long long)item.t * w.k, a.mm.xd + item.t * groups, a.mm.gsum + item.t * groups};
-        if (STAGED) held.load(item.in, lane_id() % 8, groups);
-        return item;
-    };
-    block_choose(a.topk.logits, a.topk.E, T, choice);
-    bool waited = false;
+    const DownItems begin(T, rows);
+    const bool by_warp = STAGED && a.topk.E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS;
+    int ids = 0;  // by_warp: lane t has the expert of rank t
+    if (by_warp) {
+        const int ranks = T * begin.parts > warp_count() ? T : begin.t + 1;  // that the warp's items need
+        ids = warp_choose(a.topk.logits, a.topk.E, ranks < T ? ranks : T, [] {});
+    } else {
+        block_choose(a.topk.logits, a.topk.E, T, choice);
+    }
     int n = block * rows;
     do {
         const int count = n >= w.n ? 0 : w.n - n < rows ? w.n - n : rows;
-        if (STAGED && count > 0) {
-            for (int t = warp_id(); t < T; t += warp_count()) {
-                const long long g = ((long long)choice.ids[t] * w.n + n) * groups;
-                copy_rows(sh.codes + t * rows * groups * 16, (const unsigned char *)w.codes + g * 16, count * groups,
-                          sh.scale + t * sh.scale_bytes, w.scale + g, count * groups, lane_id(), 32);
+        if (STAGED) {
+#pragma unroll 1
+            for (DownItems item = begin; item.t < T; item.advance()) {
+                const int first = 4 * item.quad(), left = count - first;
+                const int here = (left < 4 * item.have() ? left : 4 * item.have()) * groups;  // groups; none if below 0
+                const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, item.t) : choice.ids[item.t];
+                const long long g = ((long long)expert * w.n + n + first) * groups;
+                copy_rows(sh.codes + (item.t * rows + first) * groups * 16, (const unsigned char *)w.codes + g * 16, here,
+                          sh.scale + item.t * sh.scale_bytes + 2 * first * groups, w.scale + g, here, lane, 32);
             }
         }
-        if (!waited) {
-            block_choice_weights(a.topk, 0, choice);
-            wait_for_previous();
-            start_next();
+        wait_for_previous();  // a second time it costs nothing
+        start_next();
+        // Asked for without waiting, and without a register.
+        if (T % 4 == 0 && ((unsigned long long)a.combine.weights & 15) == 0) {
+#pragma unroll 1
+            for (int t = 4 * threadIdx.x; t < T; t += 4 * blockDim.x) copy_async_16(sh.p + t, a.combine.weights + t);
+        } else {
+#pragma unroll 1
+            for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
         }
-        DownItem item = {};
-        if (warp_id() < items) item = item_of(warp_id());
-        const float x = (int)threadIdx.x < count ? load_l2(a.add.x + n + threadIdx.x) : 0.0f;
-        copy_wait_all();
-        __syncthreads();
-        for (int i = warp_id(); i < items; i += warp_count()) {
-            if (i != warp_id()) item = item_of(i);
+        if (4 * (int)threadIdx.x < count) copy_async_16(sh.x + 4 * threadIdx.x, a.add.x + n + 4 * threadIdx.x);
+#pragma unroll 1
+        for (DownItems item = begin; item.t < T; item.advance()) {
             float acc[DOWN_QUADS] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (STAGED) {
-                down_quads(sh, item, rows, groups, held, acc);
+                const A8Row all = {a.mm.xq, a.mm.xd, a.mm.gsum};
+                down_quads(sh, item, all, rows, groups, acc);
             } else {
-                const InputRows<1> one = {{nullptr}, {item.in.q}, {item.in.d}, {item.in.gsum}};
+                const int g = item.t * groups;
+                const InputRows<1> one = {{nullptr}, {a.mm.xq + 32ll * g}, {a.mm.xd + g}, {a.mm.gsum + g}};
 #pragma unroll
                 for (int j = 0; j < DOWN_QUADS; j++) {
-                    const int row = 4 * (item.quad + j) + lane_id() / 8;
-                    if (j < item.have && row < count)
-                        weight_row<1, false>(w, (long long)choice.ids[item.t] * w.n + n + row, one, lane_id() % 8, acc + j);
+                    const int row = 4 * (item.quad() + j) + lane / 8;
+                    if (j < item.have() && row < count)
+                        weight_row<1, false>(w, (long long)choice.ids[item.t] * w.n + n + row, one, lane % 8, acc + j);
                 }
             }
-#pragma unroll
-            for (int j = 0; j < DOWN_QUADS; j++) {
-                const float y = group_hsum8(acc[j]);
-                if (j < item.have && lane_id() % 8 == 0) sh.y[item.t * rows + 4 * (item.quad + j) + lane_id() / 8] = y;
-            }
+            const float y = four_hsum8(acc);
+            const int j = ((lane >> 1) & 2) | (lane & 1);
+            if ((lane & 2) == 0 && j < item.have()) sh.y[item.t * rows + 4 * (item.quad() + j) + lane / 8] = y;
         }
+        copy_wait_all();
         __syncthreads();
         if ((int)threadIdx.x < count) {  // rows are no more than threads
+            const float *y = sh.y + threadIdx.x;
             float acc = 0.0f;
-#pragma unroll 4
-            for (int t = 0; t < T; t++) acc = fma_f32(choice.p[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
+#pragma unroll 1
+            for (int first = 0; first < T; first += 8) {  // rank order
+#pragma unroll
+                for (int j = 0; j < 8; j++, y += rows) {
+                    const float p = sh.p[first + j], term = *y;
+                    if (first + j < T) acc = fma_f32(p, term, acc);
+                }
+            }
             a.combine.out[n + threadIdx.x] = acc;
-            a.add.x[n + threadIdx.x] = x + acc;
+            a.add.x[n + threadIdx.x] = sh.x[threadIdx.x] + acc;
         }
-        if (!waited && block == 0) block_store_choice(a.topk, 0, choice);
-        waited = true;
         n += blocks * rows;
         if (n < w.n) __syncthreads();
     } while (n < w.n);
 }
 
-// Dynamic shared: ChoiceShared, DownShared.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_down)(const MoeDownArgs a) {
+// Dynamic shared: ChoiceShared, DownShared. 64 registers: see k_moe_gate_up_2048.
+KERNEL LAUNCH_BOUNDS(256, 4) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     moe_down<true>(a, blockIdx.x, gridDim.x, shared);
 }

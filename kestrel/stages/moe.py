@@ -12,6 +12,7 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of gate and up: four rows of each matrix
 QUAD_SCALES = 2 * 4 * (128 + 16)  # bytes of a warp (``QuadPair``)
+DOWN_PAD = 256  # bytes behind the rows (``DownShared``)
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
@@ -58,7 +59,7 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
-    units = slots * (width // 32)
+    units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
     form = _gate_up_form(moe)
     shared = 4 * 64 + (router_shared_bytes(topk.E, topk.T) if experts else 0)
@@ -79,9 +80,11 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
 def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     """Dynamic shared memory of ``k_moe_down`` (``DownShared``)."""
     groups = mm.w[0].k // 32
-    staged = rows * groups * 16 + _round_up(2 * rows * groups, 16) if _q4local(mm) else 0
     chosen = int(mm.T)
-    return router_shared_bytes(topk.E, chosen) + chosen * (4 * rows + staged)
+    own = 4 * (rows + _round_up(chosen, 8) * (1 + rows))
+    if _q4local(mm):
+        own += chosen * (rows * groups * 16 + _round_up(2 * rows * groups, 16)) + DOWN_PAD
+    return router_shared_bytes(topk.E, chosen) + own
 
 
 def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
@@ -91,6 +94,8 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
     if not fits or mm.w[0].wtype == WType.bf16 or add.y != combine.out or add.n != combine.H:
         return None
     n = mm.w[0].n
+    if n % 4 or add.x % 16:  # copied by 16 bytes
+        return None
     rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
     while rows > 4 and _down_shared_bytes(topk, mm, rows) > t.shared_limit - STATIC_SHARED:
         rows -= 4

@@ -258,6 +258,7 @@ def test_ops_that_are_not_joined() -> None:
         changed[index] = Op(OPS[ops[index].name], args, ops[index].label)
         return changed
 
+    assert moe.moe_ffn(with_changed(9, x=0x1004), Tuning()) is None  # copied by 16 bytes
     other = 0x1000
     for index, field in [
         (2, "logits"),
@@ -269,6 +270,19 @@ def test_ops_that_are_not_joined() -> None:
         (9, "y"),
     ]:
         assert moe.moe_ffn(with_changed(index, **{field: other}), Tuning()) is None, (index, field)
+
+
+@pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
+def test_a_block_stores_the_choice_and_nothing_else(wtype: WType) -> None:
+    """One block more than units, whose ids and weights the taps and the down stage read."""
+    config = moe_config(experts=13, top_k=5, moe_ffn=96)
+    weights = weights_of(config, wtype)
+    model = make_model(config, weights, backend=SimtBackend(), slots=8, max_rows=1)
+    whole = plan(model.step(1, 1, "off").ops, "l2exact", Tuning()).main
+    (launch,) = (launch for launch in whole if "gate_up" in launch.kernel)
+    assert launch.grid == (5 * 3 + 1, 1, 1)
+    keys = check(config, weights, grid=lambda launch: launch.grid[0])
+    assert {"t0_l0_rids", "t0_l0_rweights"} <= set(keys)
 
 
 def test_the_comparison_sees_the_wrong_expert() -> None:
