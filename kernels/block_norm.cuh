@@ -135,30 +135,23 @@ template <int C> struct NormRow {
     float x[C][8], w[C][8];
 
     DEVICE_MEMBER static int span_size() { return C * (int)blockDim.x; }
-    DEVICE_MEMBER static int last_span(int blocks) {
-        int span = 0;
+    DEVICE_MEMBER static int last_span(int blocks) {  // negative: none
+        int span = blocks > 0 ? 0 : -1;
 #pragma unroll 1
         while (span + span_size() < blocks) span += span_size();
         return span;
     }
     DEVICE_MEMBER static int eight(int span, int c) { return span + c * (int)blockDim.x + (int)threadIdx.x; }
 
-    // `vector`: d is a multiple of 8. Past the row it is zeros.
+    // `vector`: d is a multiple of 8. Past the row it is block 0 again.
     DEVICE_MEMBER void load_row(const float *p, int span, int blocks, bool vector) {
 #pragma unroll
-        for (int c = 0; c < C; c++) {
-#pragma unroll
-            for (int k = 0; k < 8; k++) x[c][k] = 0.0f;
-            if (eight(span, c) < blocks) load_eight(p + 8 * eight(span, c), vector, x[c]);
-        }
+        for (int c = 0; c < C; c++) load_eight(p + 8 * (eight(span, c) < blocks ? eight(span, c) : 0), vector, x[c]);
     }
     DEVICE_MEMBER void load_weights(const float *p, int span, int blocks, bool vector) {
 #pragma unroll
-        for (int c = 0; c < C; c++) {
-#pragma unroll
-            for (int k = 0; k < 8; k++) w[c][k] = 0.0f;
-            if (eight(span, c) < blocks) load_eight_weights(p + 8 * eight(span, c), vector, w[c]);
-        }
+        for (int c = 0; c < C; c++)
+            load_eight_weights(p + 8 * (eight(span, c) < blocks ? eight(span, c) : 0), vector, w[c]);
     }
     // out = (x * r) * w of block c.
     DEVICE_MEMBER void result(int c, float r, float *out) const {
@@ -174,18 +167,29 @@ template <int C> struct NormRow {
 template <int C>
 DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
-    row.load_weights(w, 0, blocks, vector);
+    if (blocks > 0) row.load_weights(w, 0, blocks, vector);
+    // Where this thread's part of x is, ahead of the wait for it.
+    const float *at[C];
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        at[c] = x + 8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0);
+        settle(at[c]);
+    }
 #if KESTREL_FAST
-    wait_for_previous();
+    wait_for_previous(at[0]);
     start_next();
     float sum = 0.0f;
 #pragma unroll 1
     for (int span = last; span >= 0; span -= row.span_size()) {
-        row.load_row(x, span, blocks, vector);
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            load_eight(at[c], vector, row.x[c]);
+            at[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
+        }
 #pragma unroll
         for (int c = 0; c < C; c++) {
 #pragma unroll
-            for (int k = 0; k < 8; k++) sum += row.x[c][k] * row.x[c][k];
+            for (int k = 0; k < 8; k++) sum += row.eight(span, c) < blocks ? row.x[c][k] * row.x[c][k] : 0.0f;
         }
     }
     for (int i = threadIdx.x; i < tail; i += blockDim.x)
@@ -201,11 +205,15 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
     if (threadIdx.x == 0) terms[padded] = 1.0f / (float)d;
 #pragma unroll 1
     for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
-    wait_for_previous();
+    wait_for_previous(at[0]);
     start_next();
 #pragma unroll 1
     for (int span = last; span >= 0; span -= row.span_size()) {
-        row.load_row(x, span, blocks, vector);
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            load_eight(at[c], vector, row.x[c]);
+            at[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
+        }
 #pragma unroll
         for (int c = 0; c < C; c++) {
             float square[8];
@@ -223,8 +231,9 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
     if (lane_id() == 0) {
         const float inverse = terms[padded], ss = padded_sum(terms, padded);
         // Neither the rest nor the quotient underflows above 2^-60; an infinity has no rest.
-        const bool plain = ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS;
-        r = inverse_sqrt((plain ? quotient(ss, (float)d, inverse) : ss / (float)d) + eps);
+        float mean = quotient(ss, (float)d, inverse);
+        if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)d;
+        r = inverse_sqrt(mean + eps);
     }
     return __shfl_sync(FULL_WARP, r, 0);
 #endif

@@ -45,6 +45,11 @@ DEVICE uint4 load_l2(const uint4 *p) { return __ldcg(p); }
 DEVICE int load_l2(const int *p) { return __ldcg(p); }
 DEVICE unsigned load_l2(const unsigned *p) { return __ldcg(p); }
 
+// A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
+// value itself not later than here.
+DEVICE void settle(int &v) { asm volatile("" : "+r"(v)); }
+template <class T> DEVICE void settle(T *&p) { asm volatile("" : "+l"(p)); }
+
 // D += A B over int8, exact: A 16x32 by rows, B 32x8 by columns. Lane 4g+c holds of A the words (row g, column word c),
 // (g+8, c), (g, c+4), (g+8, c+4), of B the words (c, column g), (c+4, g), of D rows g and g+8, columns 2c and 2c+1.
 DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) {
@@ -127,8 +132,14 @@ DEVICE void touch_l1(const void *p) { asm volatile("prefetch.L1 [%0];" ::"l"(p))
 // an earlier one wrote; it may write nothing.
 #if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The same, when address `ready` is there, which is not null: so that it is computed ahead of the wait.
+DEVICE void wait_for_previous(const void *ready) {
+    asm volatile("{\n\t.reg .pred %%there;\n\tsetp.ne.u64 %%there, %0, 0;\n\t@%%there griddepcontrol.wait;\n\t}" ::"l"(ready)
+                 : "memory");
+}
 DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
+DEVICE void wait_for_previous(const void *) {}
 DEVICE void wait_for_previous() {}
 DEVICE void start_next() {}
 #endif
@@ -154,6 +165,8 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
+DEVICE void settle(int &) {}
+template <class T> DEVICE void settle(T *&) {}
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
     for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 0xffu) * (int)(signed char)(b >> i);
     return c;
@@ -167,6 +180,7 @@ DEVICE void copy_wait(int pending) { simt::copy_wait(pending); }
 DEVICE void prefetch_l2(const void *) {}
 DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}
+DEVICE void wait_for_previous(const void *) {}
 DEVICE void start_next() {}
 
 #endif

@@ -47,24 +47,35 @@ struct NormedRow : SplitRow {
     DEVICE_MEMBER float bias(int g) const { return f32_from_bits(Q4_BIAS_BITS + (unsigned)(8 * gsum(g))); }
 };
 
-// The row as another kernel left it in global memory.
+// The row as another kernel left it in global memory, k a multiple of 256.
 struct CopiedRow : SplitRow {
-    float *biases;  // f32[G]
+    int *gsums;  // i32[G]
+    // Where this thread copies from and to next: codes, and what its groups have besides.
+    const signed char *from;
+    uint4 *to;
 
-    DEVICE_MEMBER void open(unsigned char *base, int k) { biases = (float *)SplitRow::open(base, k); }
+    DEVICE_MEMBER void open(const MatmulArgs &mm, unsigned char *base, int k) {
+        gsums = (int *)SplitRow::open(base, k);
+        from = mm.xq + 16 * threadIdx.x;
+        to = sixteen(threadIdx.x);
+        settle(from);
+        settle(to);
+    }
     // By the whole block; there after copy_wait_all and a barrier.
-    DEVICE_MEMBER void stage(const MatmulArgs &mm, int k) const {
+    DEVICE_MEMBER void copy(const MatmulArgs &mm, int k) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < k / 16; i += blockDim.x) copy_async_16(sixteen(i), mm.xq + 16 * i);
+        for (int i = threadIdx.x; i < k / 16; i += blockDim.x) {
+            copy_async_16(to, from);
+            from += 16 * blockDim.x;
+            to += blockDim.x / 2;
+        }
 #pragma unroll 1
-        for (int g = threadIdx.x; g < k / 32; g += blockDim.x) {
-            const float scale = load_l2(mm.xd + g);
-            const int gsum = load_l2(mm.gsum + g);
-            d[g] = scale;
-            biases[g] = f32_from_bits(Q4_BIAS_BITS + (unsigned)(8 * gsum));
+        for (int i = threadIdx.x; i < k / 128; i += blockDim.x) {
+            copy_async_16(d + 4 * i, mm.xd + 4 * i);
+            copy_async_16(gsums + 4 * i, mm.gsum + 4 * i);
         }
     }
-    DEVICE_MEMBER float bias(int g) const { return biases[g]; }
+    DEVICE_MEMBER float bias(int g) const { return f32_from_bits(Q4_BIAS_BITS + (unsigned)(8 * gsums[g])); }
 };
 
 // Sums of eight lanes for R values at a time, by the contract's tree: lane l % 8 gets the sum of value l % 8. At each step
@@ -101,7 +112,7 @@ template <int U, int R> struct Q4Rows {
 
     unsigned char *codes;      // u8[R][pitch][16], then the scales, f16[R][pitch]
     unsigned long long *gate;  // of the copies
-    int pitch;                 // groups
+    int groups, pitch;         // of a row, of a row of a piece
     unsigned taken;            // pieces
     uint4 raw[R * U];
     unsigned short scale[R * U];
@@ -110,28 +121,31 @@ template <int U, int R> struct Q4Rows {
     // Memory behind what the block's warps need is returned; kestrel/launch.py computes the same size.
     DEVICE_MEMBER unsigned char *open(unsigned char *base, int k) {
         const int gates = (8 * warp_count() + 15) / 16 * 16;
-        pitch = k / 32 < GROUPS ? k / 32 : GROUPS;
+        groups = k / 32;
+        pitch = groups < GROUPS ? groups : GROUPS;
         gate = (unsigned long long *)base + warp_id();
         codes = base + gates + warp_id() * R * pitch * 18;
         taken = 0;
         bulk_open(gate);
         return base + gates + warp_count() * R * pitch * 18;
     }
-    DEVICE_MEMBER static int pieces(const Weight &w) { return (w.k / 32 + GROUPS - 1) / GROUPS; }
+    DEVICE_MEMBER int pieces(const Weight &) const { return (groups + GROUPS - 1) / GROUPS; }
     DEVICE_MEMBER static int row() { return lane_id() - 24; }  // whose sum this lane gets
     DEVICE_MEMBER void clear() {}
 
     DEVICE_MEMBER void load(const Weight &w, long long n, int rows, int piece) {
-        const int groups = w.k / 32, begin = GROUPS * piece;
+        const int begin = GROUPS * piece;
+        int apart = pitch;
+        settle(apart);
         here = groups - begin < GROUPS ? groups - begin : GROUPS;
         long long at = n * groups + begin;
         // Rows of one piece lie side by side there, too.
         const int runs = here == groups ? 1 : rows, run = here == groups ? rows * here : here;
         bulk_expect(gate, runs * run * 18);
 #pragma unroll 1
-        for (int i = 0; i < runs * pitch; i += pitch, at += groups) {
+        for (int i = 0; i < runs * apart; i += apart, at += groups) {
             bulk_copy(codes + 16 * i, (const unsigned char *)w.codes + 16 * at, 16 * run, gate);
-            bulk_copy(codes + 16 * R * pitch + 2 * i, w.scale + at, 2 * run, gate);
+            bulk_copy(codes + 16 * R * apart + 2 * i, w.scale + at, 2 * run, gate);
         }
         first = begin;
     }
@@ -143,14 +157,16 @@ template <int U, int R> struct Q4Rows {
         count = left < 0 ? 0 : left < each ? left : each;
         first += mine;
         bulk_wait(gate, taken++);
+        int apart = pitch;
+        settle(apart);
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int at = u < count ? mine + 8 * u : 0;
-            const unsigned char *const from = codes + 16 * at, *const scale_from = codes + 16 * R * pitch + 2 * at;
+            const int at = mine + 8 * u < here ? mine + 8 * u : here - 1;
+            const unsigned char *const from = codes + 16 * at, *const scale_from = codes + 16 * R * apart + 2 * at;
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                raw[r * U + u] = *(const uint4 *)(from + 16 * r * pitch);
-                scale[r * U + u] = *(const unsigned short *)(scale_from + 2 * r * pitch);
+                raw[r * U + u] = *(const uint4 *)(from + 16 * r * apart);
+                scale[r * U + u] = *(const unsigned short *)(scale_from + 2 * r * apart);
             }
         }
         __syncwarp();
@@ -180,7 +196,7 @@ template <int U, int R> struct Q4Rows {
         float terms[R][U], ws[R][U];
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int g = u < have ? group + 8 * u : 0;
+            const int g = group + 8 * u < groups ? group + 8 * u : groups - 1;
             const uint4 lo = ((const uint4 *)in.lo)[g], hi = ((const uint4 *)in.hi)[g];
             const float d = in.d[g], bias = in.bias(g);
 #pragma unroll

@@ -166,12 +166,13 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     WarpUnits<Q4Rows<U, R>> units;
     shared = units.rows.open(shared, k);
     CopiedRow in;
-    in.open(shared, k);
     units.begin(a.mm, block, blocks);
+    in.open(a.mm, shared, k);
     AddRows out = {a.mm.y, a.add.x, 0.0f};
-    wait_for_previous();
+    wait_for_previous(in.from);
     start_next();
-    in.stage(a.mm, k);
+    in.copy(a.mm, k);
+    // What is added to, and the weights, come while the input row does.
     if (units.any()) {
         out.open(units.at, units.rows.row());
         units.rows.take();
@@ -181,6 +182,8 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     units.finish(a.mm, in, nullptr, out);
 }
 
+// As above: u loads of a thread for a row, r rows of a warp. The _any forms take what the q4 forms do not: other formats,
+// several at once, lengths that are no multiple of 256, rows too long for shared memory.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r1)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
     matmul_add_q4<2, 1>(a, blockIdx.x, gridDim.x, shared);

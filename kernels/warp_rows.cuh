@@ -292,7 +292,9 @@ DEVICE RowUnit row_unit(const MatmulArgs &a, int unit, int R) {
     at.out = 0;
 #pragma unroll
     for (int i = 1; i < 3; i++) {
-        const int units = (at.w.n + R - 1) / R;
+        int n = at.w.n;
+        settle(n);  // a loop's later units are not prepared ahead of its first
+        const int units = (n + R - 1) / R;
         if (i < a.n_w && unit >= units) {
             unit -= units;
             at.out += at.w.n;
