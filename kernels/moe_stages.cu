@@ -133,7 +133,8 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
         stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
     prefetch_ranges(a.next);
-    block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);  // waits, lets the next kernel begin
+    const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
+    block_rms_norm(a.norm.x, a.norm.w, d, a.norm.eps, sh);  // waits, lets the next kernel begin
     if (warp_id() == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, norm_part(a.norm.d, block, blocks));
     while (first < w.n) {
         router_logits(a.mm, first, w.n - first < a.rows ? w.n - first : a.rows, tile, pitch, sh.x);
