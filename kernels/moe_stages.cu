@@ -326,8 +326,7 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     gate_up<false, false>(a, blockIdx.x, gridDim.x, shared);
 }
-// 96 registers (as for blocks of 320): two blocks leave room for one of k_moe_down, which so begins early everywhere.
-KERNEL LAUNCH_BOUNDS(320, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     gate_up<true, true>(a, blockIdx.x, gridDim.x, shared);
 }
@@ -350,7 +349,7 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
 #define DOWN_GROUPS 3  // of the input that a thread holds at a time
 #define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time, two by two
 
-#define DOWN_PAD 256   // bytes behind the tile: groups past a row's end are read like any other, and added to nothing
+#define DOWN_PAD 384   // bytes behind the tile: groups past a row's end are read like any other, and added to nothing
 
 // Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
 struct DownShared {
@@ -534,8 +533,8 @@ template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int
     } while (n < w.n);
 }
 
-// Dynamic shared: ChoiceShared, DownShared. 64 registers: see k_moe_gate_up_2048.
-KERNEL LAUNCH_BOUNDS(256, 4) void FORM(k_moe_down)(const MoeDownArgs a) {
+// Dynamic shared: ChoiceShared, DownShared. 80 registers: beside a block of the stage before there is room for this one.
+KERNEL LAUNCH_BOUNDS(256, 3) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     moe_down<true>(a, blockIdx.x, gridDim.x, shared);
 }

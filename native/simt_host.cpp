@@ -2,8 +2,10 @@
 #include "simt_host.h"
 
 #include <setjmp.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
@@ -64,8 +66,45 @@ struct Warp {
 
 std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches
 std::vector<Warp> warps;
-std::vector<unsigned char> shared_memory;
-unsigned char *shared_base;
+unsigned char *shared_base;   // dynamic shared memory of the block
+size_t shared_room;           // its bytes, rounded up as a GPU allocates them
+
+// Dynamic shared memory ends where a page begins that nobody may touch, so that a read past the end is seen, too: on a
+// GPU it is an illegal address.
+class SharedMemory {
+  public:
+    unsigned char *place(size_t bytes) {
+        if (!memory_) {
+            page_ = (size_t)sysconf(_SC_PAGESIZE);
+            size_ = (kMaxSharedBytes + 128 + page_ - 1) / page_ * page_;
+            void *const found = mmap(nullptr, size_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (found == MAP_FAILED) throw std::runtime_error("no memory for shared memory");
+            memory_ = static_cast<unsigned char *>(found);
+            mprotect(memory_ + size_, page_, PROT_NONE);
+            struct sigaction action = {};
+            action.sa_sigaction = on_fault;
+            action.sa_flags = SA_SIGINFO;
+            sigaction(SIGSEGV, &action, &before_);
+        }
+        return memory_ + size_ - bytes;
+    }
+
+  private:
+    // Says what it was, then dies as without it.
+    static void on_fault(int, siginfo_t *info, void *) {
+        const unsigned char *const at = static_cast<unsigned char *>(info->si_addr);
+        if (at >= memory_ + size_ && at < memory_ + size_ + page_) {
+            static const char text[] = "simt: an access past the end of dynamic shared memory\n";
+            if (write(2, text, sizeof text - 1) < 0) _exit(1);
+        }
+        sigaction(SIGSEGV, &before_, nullptr);  // the access is tried again
+    }
+
+    static inline unsigned char *memory_;
+    static inline size_t size_, page_;
+    static inline struct sigaction before_;
+} shared_memory;
+
 Fiber *current;
 jmp_buf scheduler_context;
 ucontext_t entry_return;
@@ -170,7 +209,7 @@ void start_block(unsigned count) {
         warps[f.warp].lane_to_fiber[f.lane] = i;
     }
     if (__start_simt_shared) std::memset(__start_simt_shared, kPoison, __stop_simt_shared - __start_simt_shared);
-    std::memset(shared_memory.data(), kPoison, shared_memory.size());
+    std::memset(shared_base, kPoison, shared_room);
     counters.blocks++;
 }
 
@@ -357,9 +396,8 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
     prepare_fibers((unsigned)threads);
-    shared_memory.resize(launch.shared_bytes + 128);
-    shared_base = shared_memory.data();
-    shared_base += -reinterpret_cast<uintptr_t>(shared_base) & 127u;
+    shared_room = (launch.shared_bytes + 127) / 128 * 128;
+    shared_base = shared_memory.place(shared_room);
     grid_dim = g;
     block_dim = b;
     kernel_function = kernel;
@@ -387,8 +425,8 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         throw;
     }
     // What lies behind dynamic shared memory must still be poison.
-    for (size_t i = (size_t)(shared_base - shared_memory.data()) + launch.shared_bytes; i < shared_memory.size(); i++)
-        if (shared_memory[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
+    for (size_t i = launch.shared_bytes; i < shared_room; i++)
+        if (shared_base[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
 }
 
 }  // namespace simt

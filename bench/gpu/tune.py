@@ -50,7 +50,8 @@ def main() -> None:
         columns[name] = {row[0]: row[3] or row[4] for row in table[1:]}
         if given.pairs:
             print(name)
-            print(markdown_table(*((rows := pair_table(engine, given.depth))[:1] + [rows[1:]])))
+            pairs = pair_table(engine, given.depth)
+            print(markdown_table(pairs[0], pairs[1:]))
         del engine
         backend.present = {}
         backend.close()

@@ -12,7 +12,7 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of gate and up: four rows of each matrix
 QUAD_SCALES = 2 * 4 * (128 + 16)  # bytes of a warp (``QuadPair``)
-DOWN_PAD = 256  # bytes behind the rows (``DownShared``)
+DOWN_PAD = 384  # bytes behind the rows (``DownShared``)
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.engine import Engine
+from kestrel.launch import Tuning
 from kestrel.ops import WType
 from tests.support.dumps import difference, generate
 from tests.support.models import AWKWARD, random_weights, tiny_config
+from tests.support.tunings import VARIANTS
 
 WTYPES = [WType.q4local, WType.q8local, WType.bf16]
 
@@ -117,3 +120,48 @@ def test_scaled_rope_with_attention_factor(gpu: CudaBackend, cpu: CpuBackend) ->
     ids = prompt(20, config.vocab_size)
     runs = [generate(Engine(config, weights, b, context=32), ids, 6) for b in (gpu, cpu)]
     assert str(difference(runs[0][1], runs[1][1])).startswith("0 of")
+
+
+@pytest.fixture(scope="module")
+def whole_steps(cpu: CpuBackend) -> tuple[Any, Any, list[int], Any]:
+    """A model whose rows take the kernels of the large ones, and what the CPU makes of it."""
+    config = tiny_config(
+        "qwen3_moe",
+        dense_layers=(1,),
+        hidden=256,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        ffn=512,
+        experts=16,
+        top_k=4,
+        moe_ffn=256,
+    )
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(250, config.vocab_size)
+    return config, weights, ids, generate(Engine(config, weights, cpu, context=300), ids, 12)
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Tuning)])
+def test_tuning_changes_no_bit(
+    field: str, whole_steps: tuple[Any, Any, list[int], Any], gpu: CudaBackend
+) -> None:
+    config, weights, ids, expected = whole_steps
+    for value in VARIANTS[field]:
+        backend = CudaBackend(0, tuning=replace(gpu.tuning, **{field: value}))
+        actual = generate(Engine(config, weights, backend, context=300), ids, 12)
+        backend.close()
+        assert str(difference(actual[1], expected[1])).startswith("0 of"), (field, value)
+        assert actual[0] == expected[0]
+
+
+def test_random_tunings_change_no_bit(whole_steps: tuple[Any, Any, list[int], Any], gpu: CudaBackend) -> None:
+    config, weights, ids, expected = whole_steps
+    rng = np.random.default_rng(5)
+    for _ in range(6):
+        choice = {name: int(rng.choice(values)) for name, values in VARIANTS.items()}
+        choice["shared_limit"] = gpu.tuning.shared_limit
+        backend = CudaBackend(0, tuning=Tuning(**choice))
+        actual = generate(Engine(config, weights, backend, context=300), ids, 12)
+        backend.close()
+        assert str(difference(actual[1], expected[1])).startswith("0 of"), choice

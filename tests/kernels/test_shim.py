@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 _simt = pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class SelftestArgs(ctypes.Structure):
@@ -86,6 +93,16 @@ def test_a_write_past_dynamic_shared_memory_is_an_error() -> None:
     launch("t_shared_overflow_fault", ints(1), shared=64, n=15)
     with pytest.raises(RuntimeError, match="past the end of dynamic shared memory"):
         launch("t_shared_overflow_fault", ints(1), shared=64, n=16)
+
+
+def test_an_access_far_past_dynamic_shared_memory_ends_the_process() -> None:
+    code = (
+        "from tests.kernels.test_shim import ints, launch\n"
+        "launch('t_shared_overflow_fault', ints(1), shared=64, n=40)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "simt: an access past the end of dynamic shared memory" in ended.stderr
 
 
 def test_shuffles() -> None:

@@ -1,0 +1,43 @@
+"""Other values of every launch parameter, for the shim and for a GPU: none may change a bit."""
+
+from __future__ import annotations
+
+# One or two other values of every parameter; a new parameter without an entry fails the tests.
+VARIANTS: dict[str, tuple[int, ...]] = {
+    "sms": (1, 200),
+    "shared_limit": (20_000, 99 * 1024),
+    "elementwise_threads": (32, 1024),
+    "norm_threads": (32, 512),
+    "qk_norm_heads": (1, 7),
+    "a8_warps": (1, 8),
+    "matmul_warps": (1, 8),
+    "matmul_max_blocks": (1, 3),
+    "tiled_rows": (1, 5),
+    "matmul_row_tile": (1, 4),
+    "rope_blocks": (1, 9),
+    "rope_threads": (32, 256),
+    "kv_warps": (1, 3),
+    "attention_heads": (1, 2),
+    "attention_slots": (1, 7),
+    "attention_threads": (32, 512),
+    "attention_blocks": (1, 7),
+    "merge_threads": (32, 128),
+    "router_threads": (32, 256),
+    "argmax_threads": (32, 1024),
+    "argmax_blocks": (1, 7),
+    "stage_warps": (1, 4),
+    "stage_blocks": (2, 3),
+    "stage_bytes": (1, 100),
+    "head_blocks": (1, 3),
+    "router_rows": (1, 3),
+    "gate_up_warps": (1, 5),
+    "gate_up_blocks": (1, 3),
+    "down_warps": (1, 5),
+    "down_rows": (4, 12),
+    "row_warps": (1, 8),
+    "hash_bytes": (8, 256),
+    "hash_max_threads": (32, 64),
+    "shared_carveout": (-1, 100),
+    "programmatic": (0,),
+    "hash_beside": (0, 5),
+}
