@@ -349,8 +349,6 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
 #define DOWN_GROUPS 3  // of the input that a thread holds at a time
 #define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time, two by two
 
-#define DOWN_PAD 384   // bytes behind the tile: groups past a row's end are read like any other, and added to nothing
-
 // Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
 struct DownShared {
     float *x;              // f32[rows]
@@ -409,6 +407,9 @@ DEVICE void down_quads(const DownShared &sh, const DownItems &item, const A8Row 
         const int first = step + l;
         InputGroups<DOWN_GROUPS> held;
         held.load(in, item.t * groups, first, groups);
+        int at[DOWN_GROUPS];  // past a row's end its last group again, added to nothing: other rows may be on their way still
+#pragma unroll
+        for (int u = 0; u < DOWN_GROUPS; u++) at[u] = first + 8 * u < groups ? first + 8 * u : groups - 1;
 #pragma unroll 1
         for (int pair = 0; pair < DOWN_QUADS; pair += 2) {  // a loop, because instructions come from far away, too
             if (pair < have) {
@@ -417,11 +418,11 @@ DEVICE void down_quads(const DownShared &sh, const DownItems &item, const A8Row 
                 float dot[2][DOWN_GROUPS], ws[2][DOWN_GROUPS];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const int start = 4 * (pair + i < have ? pair + i : pair) * groups + first;
+                    const int start = 4 * (pair + i < have ? pair + i : pair) * groups;
 #pragma unroll
                     for (int u = 0; u < DOWN_GROUPS; u++) {
-                        dot[i][u] = held.dot(u, codes[start + 8 * u]);
-                        ws[i][u] = half_to_float(scale[start + 8 * u]) * held.d[u];
+                        dot[i][u] = held.dot(u, codes[start + at[u]]);
+                        ws[i][u] = half_to_float(scale[start + at[u]]) * held.d[u];
                     }
                 }
 #pragma unroll

@@ -12,7 +12,6 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of gate and up: four rows of each matrix
 QUAD_SCALES = 2 * 4 * (128 + 16)  # bytes of a warp (``QuadPair``)
-DOWN_PAD = 384  # bytes behind the rows (``DownShared``)
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
@@ -83,7 +82,7 @@ def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     chosen = int(mm.T)
     own = 4 * (rows + _round_up(chosen, 8) * (1 + rows))
     if _q4local(mm):
-        own += chosen * (rows * groups * 16 + _round_up(2 * rows * groups, 16)) + DOWN_PAD
+        own += chosen * (rows * groups * 16 + _round_up(2 * rows * groups, 16))
     return router_shared_bytes(topk.E, chosen) + own
 
 
