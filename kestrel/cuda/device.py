@@ -90,6 +90,16 @@ class PreparedPlan:
         backend.launch(self.main[position:], alone=alone)
 
 
+def _shares_split(kernel: str) -> bool:
+    """Whether a kernel runs beside others of a decode step.
+
+    A multiprocessor changes its split of L1 and shared memory only when it is empty, so such kernels need the
+    same one. The head and the kernels of prompts would miss their L1.
+    """
+    name = kernel.removesuffix("_fast")
+    return (name in PROGRAMMATIC and not name.startswith("k_head")) or name.startswith("k_l2_hash")
+
+
 class Kernels:
     """The loaded modules of one device, and their functions by name."""
 
@@ -118,9 +128,7 @@ class Kernels:
             if name not in self._modules:
                 raise BackendError(f"there is no kernel {name}; known are {', '.join(self.names)}")
             kernel = self._modules[name].get_function(name)
-            # One split for all stages: a multiprocessor changes it only when it is empty, so kernels with
-            # different splits never run side by side there. The head would miss its L1.
-            if not name.startswith("k_head"):
+            if _shares_split(name):
                 kernel.preferred_shared_memory_carveout = self._carveout
             self._functions[name] = (kernel, self._driver.CUfunction(kernel.kernel.ptr))
         kernel, handle = self._functions[name]
