@@ -61,6 +61,13 @@ def bytes_of(args: ctypes.Structure, depth: int) -> int:
     return sum(_op_bytes(type(part).__name__, part, depth) for part in parts_of(args))
 
 
+def launch_bytes(launch: Launch, depth: int) -> int:
+    """The same of a launch, which may share its arguments with another one of its stage."""
+    if launch.kernel.startswith("k_attn_merge"):
+        return 0  # partial states, from the cache; the K and V rows are k_attn_stage's
+    return bytes_of(launch.args, depth)
+
+
 def _op_bytes(name: str, a: Any, depth: int) -> int:
     match name:
         case "EmbedArgs":
@@ -214,7 +221,7 @@ def measure(runner: Runner, mode: str, depth: int, copy: float, *, ops: bool) ->
     rows = []
     for (kernel, grid), items in grouped(prepared).items():
         us = replay_microseconds(backend, items, REPEATS) / len(items)
-        nbytes = sum(bytes_of(item.launch.args, depth) for item in items) // len(items)
+        nbytes = sum(launch_bytes(item.launch, depth) for item in items) // len(items)
         rate = nbytes / us * 1e6
         row = Row(
             mode=mode,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.gpu.context import markdown_table
-from bench.kernels import bytes_of, load, model_flags
+from bench.kernels import launch_bytes, load, model_flags
 from kestrel.backends import parse_mode
 from kestrel.benchmark.runner import Runner
 from kestrel.errors import KestrelError
@@ -139,7 +139,7 @@ def profile(runner: Runner, depth: int) -> tuple[list[Span], float]:
     graph = replay_microseconds(backend, prepared)
     medians = np.median(time_launches(backend, prepared), axis=0)
     spans = [
-        Span(item.launch.kernel, item.launch.grid, float(us), bytes_of(item.launch.args, depth))
+        Span(item.launch.kernel, item.launch.grid, float(us), launch_bytes(item.launch, depth))
         for item, us in zip(prepared, medians, strict=True)
     ]
     return spans, graph

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import kernels, profile_decode
-from bench.kernels import Row, bytes_of, parts_of, table
+from bench.kernels import Row, bytes_of, launch_bytes, parts_of, table
 from bench.profile_decode import Span, chrome_trace, summary
 from kestrel.benchmark.shapes import SHAPES, kv_bytes_per_token, weight_bytes_per_token
 from kestrel.benchmark.synthetic import pending_weights
@@ -55,7 +55,7 @@ def test_the_launches_of_a_step_read_what_a_token_reads(name: str, joined: bool)
     weights = pending_weights(config, WType.q4local, WType.q8local)
     ops, planned = step(config, weights)
     found = planned.main if joined else [launch for op in ops for launch in launches(op)]
-    total = sum(bytes_of(launch.args, 63) for launch in found)
+    total = sum(launch_bytes(launch, 63) for launch in found)
     expected = weight_bytes_per_token(config, weights) + kv_bytes_per_token(config, 63, 1)
     expected += 4 * config.vocab_size  # argmax
     head_norms = 2 * 4 * config.head_dim * config.num_layers if config.qk_norm else 0
