@@ -15,7 +15,7 @@
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
     float *s;              // f32[HS, UNIT_PITCH]: scores, then exponentials p
-    float *squares;        // f32[UNIT_ROWS, hd rounded up to 32, + 4]
+    float *squares;        // f32[UNIT_ROWS, hd rounded up to 64, + 4]
     float *angle;          // f32[hd]: cosines, then sines
     float *ks;             // f32[CHUNK]
     float *qs;             // f32[HS]
@@ -36,7 +36,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     UnitShared sh;
     sh.s = (float *)base;
     sh.squares = sh.s + UNIT_PITCH * UNIT_HEADS;
-    sh.angle = sh.squares + UNIT_ROWS * ((hd + 31) / 32 * 32 + 4);
+    sh.angle = sh.squares + UNIT_ROWS * ((hd + 63) / 64 * 64 + 4);
     sh.ks = sh.angle + hd;
     sh.qs = sh.ks + CHUNK;
     sh.new_scale = sh.qs + UNIT_HEADS;
@@ -190,21 +190,6 @@ DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
     }
 }
 
-// The sum of n terms in order; n is a multiple of 32.
-DEVICE float unit_square_sum(const float *terms, int n) {
-    float4 even[4], odd[4];
-    float sum = 0.0f;
-    load_sixteen(terms, even);
-#pragma unroll 1
-    for (int i = 0; i < n; i += 32) {
-        load_sixteen(terms + i + 16, odd);
-        sum = add_sixteen(even, sum);
-        load_sixteen(terms + (i + 32 < n ? i + 32 : 0), even);  // at the end for nothing
-        sum = add_sixteen(odd, sum);
-    }
-    return sum;
-}
-
 // Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
 // row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row, lane e % 32 holds the
 // pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
@@ -235,9 +220,9 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
             for (int n = 0; n < PAIRS; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
             ss = warp_sum_f32(ss);
 #else
-            const int padded = (hd + 31) / 32 * 32;  // +0 changes no sum of squares
+            const int padded = (hd + 63) / 64 * 64;  // +0 changes no sum of squares
             float *const squares = sh.squares + row * (padded + 4);
-            if (hd + lane < padded) squares[hd + lane] = 0.0f;
+            for (int e = hd + lane; e < padded; e += 32) squares[e] = 0.0f;
 #pragma unroll
             for (int n = 0; n < PAIRS; n++) {
                 const int e = lane + 32 * n;
@@ -247,7 +232,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
                 }
             }
             __syncwarp();
-            ss = unit_square_sum(squares, padded);  // every lane: the reads are broadcasts
+            ss = padded_sum(squares, padded);  // every lane: the reads are broadcasts
 #endif
             const float r = inverse_sqrt(ss / (float)hd + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll

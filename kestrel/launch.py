@@ -75,7 +75,6 @@ class Tuning:
     gate_up_blocks: int = 2  # on a multiprocessor
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
-    row_warps: int = 4  # of the stages that end with a residual
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
     shared_carveout: int = 72  # percent of L1 to be shared memory; -1: as each kernel needs
@@ -200,7 +199,7 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of the attention stage (``UnitShared``)."""
     heads, warps = 8, CHUNK // 32
     positions = CHUNK + 4  # UNIT_PITCH
-    floats = positions * heads + (heads + 2) * (_round_up(head_dim, 32) + 4) + head_dim + CHUNK
+    floats = positions * heads + (heads + 2) * (_round_up(head_dim, 64) + 4) + head_dim + CHUNK
     floats += heads + 4 + warps * heads + warps
     keys = max(CHUNK * head_dim, 4 * 2 * positions * heads)  # w and c take their place
     values = CHUNK * (128 if head_dim <= 128 else 256)

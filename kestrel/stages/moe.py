@@ -114,7 +114,7 @@ MOE_OPS = (
 
 def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
     """The whole FFN of experts, in three launches in a row: ahead of its wait each may read what the launch
-    two before it wrote, and the last one finds the router's logits so. It also stores the choice.
+    two before it wrote, and the last one finds the router's logits so. The second one stores the choice.
     """
     if not names(ops, *MOE_OPS):
         return None

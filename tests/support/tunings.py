@@ -34,7 +34,6 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "gate_up_blocks": (1, 3),
     "down_warps": (1, 5),
     "down_rows": (4, 12),
-    "row_warps": (1, 8),
     "hash_bytes": (8, 256),
     "hash_max_threads": (32, 64),
     "shared_carveout": (-1, 100),
