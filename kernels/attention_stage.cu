@@ -1,7 +1,7 @@
 // The attention stage of a decode step (M = 1) in two launches: k_attn_stage makes the partial states of all chunks, from
 // the raw Q, K and V rows on; k_attn_merge merges them left to right, a block to a head, and quantises the result. Two
 // launches, because on a GPU the end of a launch is the cheapest way to wait for all blocks.
-#include "attention_unit.cuh"
+#include "attention_chains.cuh"
 #include "warp_rows.cuh"
 
 // Query heads of a unit, as a power of two: fewer, and so more units, as long as every unit finds a block of its own. Any

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import kestrel
 from kestrel.cuda.sources import kernel_sources
+from kestrel.launch import Tuning
 
 
 def functions(text: str) -> list[tuple[str, str]]:
@@ -53,3 +57,11 @@ def test_lines_fit(sources: dict[str, str]) -> None:
     for name, text in sources.items():
         long = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 130]
         assert not long, f"{name}: lines {long} are longer than 130 characters"
+
+
+def test_every_launch_parameter_is_read() -> None:
+    """One that nothing reads passes any test of what it changes."""
+    package = Path(kestrel.__file__).parent
+    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    for field in fields(Tuning):
+        assert re.search(rf"\b(?:t|tuning)\.{field.name}\b", text), field.name
