@@ -31,7 +31,8 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any
 
 def run_launch(launch: Launch, seed: int = 0) -> None:
     """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees."""
-    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(launch.args), seed)
+    args = bytes(launch.args)
+    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, args, seed, launch.cluster)
 
 
 class SimtProgram:

@@ -31,9 +31,12 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
+constexpr unsigned kMaxCluster = 16;           // with the attribute for more than 8
 constexpr int kPoison = 0xff;                  // NaN as a float, -1 as an integer
 
-enum class State : uint8_t { ready, at_barrier, in_warp, ended };
+enum class State : uint8_t { ready, at_barrier, in_warp, in_cluster, ended };
+// Of a fiber at the cluster's barrier: `passed` when all have arrived and it has not called cluster_wait since.
+enum class Phase : uint8_t { outside, arrived, passed };
 
 struct PendingCopy {
     void *to;
@@ -44,8 +47,14 @@ struct PendingCopy {
 
 struct Fiber {
     uint3 index;
+    unsigned block;  // in its cluster
     unsigned warp, lane;
     State state;
+    Phase phase;
+    bool all_began;  // it has waited at a cluster barrier
+    bool reached;    // it has accessed another block since it last arrived at one, at
+    Site reach_site;
+    unsigned reached_block;
     bool started = false;  // its stack holds the entry loop
     Site site;
     jmp_buf context;
@@ -64,36 +73,53 @@ struct Warp {
     unsigned lane_to_fiber[32];
 };
 
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches
+struct Block {
+    uint3 index;
+    unsigned char *dynamic;              // shared memory
+    std::vector<unsigned char> statics;  // of a cluster: its __shared__ variables while another block runs
+    unsigned ended;                      // threads
+    unsigned arrived, waited;            // threads that have passed the halves of the current cluster barrier
+    Site arrive_site, wait_site;         // of the first of them
+};
+
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches; those of a block lie side by side
 std::vector<Warp> warps;
-unsigned char *shared_base;   // dynamic shared memory of the block
-size_t shared_room;           // its bytes, rounded up as a GPU allocates them
+Block blocks[kMaxCluster];
+Block *running;  // its __shared__ variables are in the section
+unsigned cluster_blocks, block_threads, cluster_arrived;
+size_t shared_bytes;  // of dynamic shared memory
+size_t shared_room;   // the same, rounded up as a GPU allocates them
+
+unsigned char *statics() { return __start_simt_shared; }
+size_t static_bytes() { return statics() ? static_cast<size_t>(__stop_simt_shared - __start_simt_shared) : 0; }
 
 // Dynamic shared memory ends where a page begins that nobody may touch, so that a read past the end is seen, too: on a
 // GPU it is an illegal address.
 class SharedMemory {
   public:
-    unsigned char *place(size_t bytes) {
+    unsigned char *place(unsigned block, size_t bytes) {
         if (!memory_) {
             page_ = (size_t)sysconf(_SC_PAGESIZE);
             size_ = (kMaxSharedBytes + 128 + page_ - 1) / page_ * page_;
-            void *const found = mmap(nullptr, size_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            const size_t total = kMaxCluster * (size_ + page_);
+            void *const found = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (found == MAP_FAILED) throw std::runtime_error("no memory for shared memory");
             memory_ = static_cast<unsigned char *>(found);
-            mprotect(memory_ + size_, page_, PROT_NONE);
+            for (unsigned i = 0; i < kMaxCluster; i++) mprotect(memory_ + i * (size_ + page_) + size_, page_, PROT_NONE);
             struct sigaction action = {};
             action.sa_sigaction = on_fault;
             action.sa_flags = SA_SIGINFO;
             sigaction(SIGSEGV, &action, &before_);
         }
-        return memory_ + size_ - bytes;
+        return memory_ + block * (size_ + page_) + size_ - bytes;
     }
 
   private:
     // Says what it was, then dies as without it.
     static void on_fault(int, siginfo_t *info, void *) {
         const unsigned char *const at = static_cast<unsigned char *>(info->si_addr);
-        if (at >= memory_ + size_ && at < memory_ + size_ + page_) {
+        const size_t offset = static_cast<size_t>(at - memory_), pitch = size_ + page_;
+        if (at >= memory_ && offset < kMaxCluster * pitch && offset % pitch >= size_) {
             static const char text[] = "simt: an access past the end of dynamic shared memory\n";
             if (write(2, text, sizeof text - 1) < 0) _exit(1);
         }
@@ -130,12 +156,13 @@ std::string name(const Site &site) {
     return std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
 }
 
-std::string name(const Fiber &f) {
+std::string name(const uint3 &index) {
     std::ostringstream s;
-    s << "thread (" << f.index.x << "," << f.index.y << "," << f.index.z << ") of block (" << block_index.x << ","
-      << block_index.y << "," << block_index.z << ")";
+    s << "(" << index.x << "," << index.y << "," << index.z << ")";
     return s.str();
 }
+
+std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(blocks[f.block].index); }
 
 __attribute__((noinline)) void switch_context(jmp_buf from, jmp_buf to) {
     if (_setjmp(from) == 0) _longjmp(to, 1);
@@ -160,6 +187,12 @@ void fiber_main() {
         kernel_function(kernel_args);
         Fiber *self = current;
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
+        if (self->phase != Phase::outside) fail(name(*self) + " ended between cluster_arrive and cluster_wait");
+        if (self->reached)
+            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " +
+                 name(blocks[self->reached_block].index) +
+                 " after its last cluster barrier, when that block may have ended");
+        running->ended++;
         Warp &warp = warps[self->warp];
         warp.ended |= 1u << self->lane;
         suspend(State::ended);
@@ -192,32 +225,54 @@ void prepare_fibers(unsigned count) {
     }
 }
 
-void start_block(unsigned count) {
-    const unsigned warp_total = (count + 31) / 32;
-    warps.resize(std::max<size_t>(warps.size(), warp_total));
+void start_block(unsigned rank, const uint3 &index) {
+    Block &block = blocks[rank];
+    const unsigned count = block_threads, warp_total = (count + 31) / 32, first_warp = rank * warp_total;
+    block.index = index;
+    block.ended = block.arrived = block.waited = 0;
+    warps.resize(std::max<size_t>(warps.size(), first_warp + warp_total));
     for (unsigned w = 0; w < warp_total; w++) {
         const unsigned lanes = std::min(32u, count - 32 * w);
-        warps[w].existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
-        warps[w].ended = warps[w].arrived = 0;
+        Warp &warp = warps[first_warp + w];
+        warp.existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
+        warp.ended = warp.arrived = 0;
     }
     for (unsigned i = 0; i < count; i++) {
-        Fiber &f = *fibers[i];
+        Fiber &f = *fibers[rank * count + i];
         f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
-        f.warp = i / 32;
+        f.block = rank;
+        f.warp = first_warp + i / 32;
         f.lane = i % 32;
         f.state = State::ready;
-        warps[f.warp].lane_to_fiber[f.lane] = i;
+        f.phase = Phase::outside;
+        f.all_began = f.reached = false;
+        warps[f.warp].lane_to_fiber[f.lane] = rank * count + i;
     }
-    if (__start_simt_shared) std::memset(__start_simt_shared, kPoison, __stop_simt_shared - __start_simt_shared);
-    std::memset(shared_base, kPoison, shared_room);
+    if (cluster_blocks > 1)
+        block.statics.assign(static_bytes(), kPoison);
+    else if (static_bytes())
+        std::memset(statics(), kPoison, static_bytes());
+    std::memset(block.dynamic, kPoison, shared_room);
     counters.blocks++;
 }
 
-// Called when no fiber can go on: releases the block's barrier, or says why it cannot.
-void release_barrier(unsigned count) {
+// The fibers that run next are of this block.
+void enter(Block &block) {
+    if (running == &block) return;
+    if (cluster_blocks > 1 && static_bytes()) {
+        if (running) std::memcpy(running->statics.data(), statics(), static_bytes());
+        std::memcpy(statics(), block.statics.data(), static_bytes());
+    }
+    running = &block;
+    block_index = block.index;
+}
+
+// Called when no fiber of a block can go on: releases the block's barrier, or says why it cannot. Returns false when the
+// block waits for others of its cluster.
+bool release_barrier(unsigned rank) {
     const Fiber *first = nullptr, *ended = nullptr;
-    for (unsigned i = 0; i < count; i++) {
-        const Fiber &f = *fibers[i];
+    for (unsigned i = 0; i < block_threads; i++) {
+        const Fiber &f = *fibers[rank * block_threads + i];
         if (f.state == State::ended) {
             ended = &f;
         } else if (f.state == State::in_warp) {
@@ -228,7 +283,7 @@ void release_barrier(unsigned count) {
             throw std::runtime_error(s.str());
         } else if (first == nullptr) {
             first = &f;
-        } else if (!(first->site == f.site)) {
+        } else if (!(first->site == f.site) || first->state != f.state) {
             throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", " + name(f) +
                                      " at " + name(f.site));
         }
@@ -236,27 +291,59 @@ void release_barrier(unsigned count) {
     if (ended != nullptr)
         throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", but " +
                                  name(*ended) + " has ended");
-    for (unsigned i = 0; i < count; i++) fibers[i]->state = State::ready;
+    if (first->state == State::in_cluster) return false;
+    for (unsigned i = 0; i < block_threads; i++) fibers[rank * block_threads + i]->state = State::ready;
     counters.barriers++;
+    return true;
 }
 
-void run_block(std::vector<unsigned> &order, bool shuffled) {
-    const unsigned count = (unsigned)order.size();
-    start_block(count);
-    for (;;) {
-        if (shuffled) shuffle_order(order);
-        bool progress = false;
-        for (unsigned i : order) {
-            Fiber &f = *fibers[i];
-            if (f.state != State::ready) continue;
-            progress = true;
-            resume(f);
-            if (!error.empty()) throw std::runtime_error(error);
-        }
-        if (progress) continue;
-        if (std::all_of(order.begin(), order.end(), [](unsigned i) { return fibers[i]->state == State::ended; })) return;
-        release_barrier(count);
+// Lets every fiber of a block that can go on do so once; false when none could, and none of them can now.
+bool run_once(unsigned rank, std::vector<unsigned> &order, bool shuffled) {
+    if (blocks[rank].ended == block_threads) return false;
+    enter(blocks[rank]);
+    if (shuffled) shuffle_order(order);
+    bool progress = false;
+    for (unsigned i : order) {
+        Fiber &f = *fibers[rank * block_threads + i];
+        if (f.state != State::ready) continue;
+        progress = true;
+        resume(f);
+        if (!error.empty()) throw std::runtime_error(error);
     }
+    return progress || release_barrier(rank);
+}
+
+// The blocks from `first` on; `order` is that of the threads of a block.
+void run_cluster(const uint3 &first, std::vector<unsigned> &order, bool shuffled) {
+    running = nullptr;
+    cluster_arrived = 0;
+    std::vector<unsigned> ranks(cluster_blocks);
+    for (unsigned rank = 0; rank < cluster_blocks; rank++) {
+        ranks[rank] = rank;
+        start_block(rank, {first.x + rank, first.y, first.z});
+    }
+    for (bool progress = true; progress;) {
+        progress = false;
+        if (shuffled) shuffle_order(ranks);
+        for (unsigned rank : ranks) {
+            // As far ahead of the others as it gets, or, shuffled, sometimes a step alone.
+            const bool far = cluster_blocks == 1 || !shuffled || next_random() % 2;
+            while (run_once(rank, order, shuffled)) {
+                progress = true;
+                if (!far) break;
+            }
+        }
+    }
+    const Fiber *waits = nullptr, *ended = nullptr;
+    for (unsigned i = 0; i < cluster_blocks * block_threads; i++)
+        (fibers[i]->state == State::ended ? ended : waits) = fibers[i].get();
+    if (waits != nullptr)
+        throw std::runtime_error("divergent barrier: " + name(*waits) + " waits for its cluster at " + name(waits->site) +
+                                 ", but " + name(*ended) + " has ended");
+    // What lies behind dynamic shared memory must still be poison.
+    for (unsigned rank = 0; rank < cluster_blocks; rank++)
+        for (size_t i = shared_bytes; i < shared_room; i++)
+            if (blocks[rank].dynamic[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
 }
 
 int source_lane(const Warp &warp, int lane) {
@@ -326,11 +413,77 @@ void complete(Warp &warp, unsigned mask, int lane) {
 
 }  // namespace
 
-unsigned char *dynamic_shared() { return shared_base; }
+unsigned char *dynamic_shared() { return running->dynamic; }
 
 void block_barrier(Site site) {
     current->site = site;
     suspend(State::at_barrier);
+}
+
+int cluster_rank() { return static_cast<int>(current->block); }
+int cluster_size() { return static_cast<int>(cluster_blocks); }
+
+namespace {
+
+// All threads of a block must arrive, and wait, at one place; blocks may differ.
+void check_site(Site &first, unsigned &count, Site site, const char *what) {
+    if (count == 0) first = site;
+    count = (count + 1) % block_threads;  // nobody is here again before all have been
+    if (!(first == site))
+        fail("divergent barrier: " + name(*current) + " " + what + " at " + name(site) +
+             ", another thread of its block at " + name(first));
+}
+
+}  // namespace
+
+void cluster_arrive(Site site) {
+    Fiber &self = *current;
+    if (self.phase != Phase::outside)
+        fail(name(self) + " calls cluster_arrive at " + name(site) + " without cluster_wait since the last one");
+    check_site(running->arrive_site, running->arrived, site, "calls cluster_arrive");
+    self.phase = Phase::arrived;
+    self.reached = false;
+    if (++cluster_arrived < cluster_blocks * block_threads) return;
+    cluster_arrived = 0;
+    for (unsigned i = 0; i < cluster_blocks * block_threads; i++) {
+        fibers[i]->phase = Phase::passed;
+        if (fibers[i]->state == State::in_cluster) fibers[i]->state = State::ready;
+    }
+    counters.barriers++;
+}
+
+void cluster_wait(Site site) {
+    Fiber &self = *current;
+    if (self.phase == Phase::outside) fail(name(self) + " calls cluster_wait at " + name(site) + " without cluster_arrive");
+    self.site = site;
+    if (self.phase == Phase::arrived) suspend(State::in_cluster);
+    check_site(running->wait_site, running->waited, site, "calls cluster_wait");
+    self.phase = Phase::outside;
+    self.all_began = true;
+}
+
+unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
+    Fiber &self = *current;
+    const auto at = static_cast<unsigned char *>(const_cast<void *>(shared));
+    const auto who = [&] { return name(self) + " at " + name(site); };
+    if (rank < 0 || rank >= cluster_size())
+        fail(who() + " names block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_blocks));
+    if (reinterpret_cast<uintptr_t>(at) % bytes)
+        fail(who() + " accesses " + std::to_string(bytes) + " bytes that are not aligned to their size");
+    Block &other = blocks[rank];
+    const bool in_dynamic = at >= running->dynamic && at + bytes <= running->dynamic + shared_bytes;
+    if (!in_dynamic && !(at >= statics() && at + bytes <= statics() + static_bytes()))
+        fail(who() + " names an address that is not in its shared memory");
+    if (&other == running) return at;
+    if (!self.all_began)
+        fail(who() + " accesses shared memory of block " + name(other.index) +
+             " before its first cluster barrier, when that block may not have begun");
+    if (other.ended)
+        fail(who() + " accesses shared memory of block " + name(other.index) + ", of which threads have ended");
+    self.reached = true;
+    self.reach_site = site;
+    self.reached_block = static_cast<unsigned>(rank);
+    return in_dynamic ? other.dynamic + (at - running->dynamic) : other.statics.data() + (at - statics());
 }
 
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
@@ -395,9 +548,17 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         throw std::runtime_error("grid out of range: x is 1 to 2^31-1, y and z are 1 to 65535");
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
-    prepare_fibers((unsigned)threads);
+    if (launch.cluster == 0 || launch.cluster > kMaxCluster)
+        throw std::runtime_error("a cluster has 1 to 16 blocks, not " + std::to_string(launch.cluster));
+    if (g.x % launch.cluster)
+        throw std::runtime_error("a grid of " + std::to_string(g.x) + " blocks along x is no multiple of clusters of " +
+                                 std::to_string(launch.cluster));
+    cluster_blocks = launch.cluster;
+    block_threads = (unsigned)threads;
+    prepare_fibers(cluster_blocks * block_threads);
+    shared_bytes = launch.shared_bytes;
     shared_room = (launch.shared_bytes + 127) / 128 * 128;
-    shared_base = shared_memory.place(shared_room);
+    for (unsigned rank = 0; rank < cluster_blocks; rank++) blocks[rank].dynamic = shared_memory.place(rank, shared_room);
     grid_dim = g;
     block_dim = b;
     kernel_function = kernel;
@@ -408,14 +569,13 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    std::vector<uint64_t> blocks((size_t)g.x * g.y * g.z);
-    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
-    if (launch.seed) shuffle_order(blocks);
+    std::vector<uint64_t> clusters((size_t)g.x * g.y * g.z / cluster_blocks);
+    for (size_t i = 0; i < clusters.size(); i++) clusters[i] = i * cluster_blocks;
+    if (launch.seed) shuffle_order(clusters);
     try {
-        for (uint64_t i : blocks) {
-            block_index = {(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))};
-            run_block(order, launch.seed != 0);
-        }
+        for (uint64_t i : clusters)
+            run_cluster({(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))}, order,
+                        launch.seed != 0);
     } catch (...) {
         for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
             f->started = false;
@@ -424,9 +584,6 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         }
         throw;
     }
-    // What lies behind dynamic shared memory must still be poison.
-    for (size_t i = launch.shared_bytes; i < shared_room; i++)
-        if (shared_base[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
 }
 
 }  // namespace simt

@@ -34,6 +34,7 @@ from kestrel.launch import (
 from kestrel.ops import Op
 
 Mode = Literal["fast", "bitexact", "l2exact"]
+PORTABLE_CLUSTER = 8  # blocks of a cluster that every GPU with clusters runs
 GRAPH_ROWS = 8  # programs of up to this many rows repeat, so they are worth recording
 
 
@@ -47,6 +48,7 @@ class PreparedLaunch:
     parameters: Any  # (c_void_p * 1): its address
     address: int  # of ``parameters``
     early: Any  # driver.CUlaunchConfig that lets it begin while the launch before it runs, or None
+    clustered: Any  # the same for a cluster that waits for the launch before it; None without clusters
 
 
 class PreparedPlan:
@@ -111,6 +113,7 @@ class Kernels:
         self._carveout = carveout
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, Any]] = {}
+        self._large_clusters: set[str] = set()  # functions that may be launched with them
         wanted = nvrtc.units(kernel_sources(), exact=True, fast=fast)
         for unit, path in nvrtc.cubin_paths(wanted, architecture).items():
             module = cupy.RawModule(path=str(path))
@@ -122,8 +125,10 @@ class Kernels:
     def names(self) -> list[str]:
         return sorted(self._modules)
 
-    def function(self, name: str, shared_bytes: int) -> Any:
-        """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory."""
+    def function(self, name: str, shared_bytes: int, cluster: int = 1) -> Any:
+        """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory and to
+        run in clusters of ``cluster`` blocks.
+        """
         if name not in self._functions:
             if name not in self._modules:
                 raise BackendError(f"there is no kernel {name}; known are {', '.join(self.names)}")
@@ -140,7 +145,38 @@ class Kernels:
                     f"kernel {name} needs {shared_bytes} bytes of shared memory in a block, more than this "
                     f"GPU has ({error})"
                 ) from error
+        if cluster > PORTABLE_CLUSTER and name not in self._large_clusters:
+            allowed = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            (status,) = self._driver.cuFuncSetAttribute(handle, allowed, 1)
+            if int(status) != 0:
+                raise BackendError(f"kernel {name} cannot run in clusters of {cluster} blocks: {status.name}")
+            self._large_clusters.add(name)
         return handle
+
+
+def launch_config(launch: Launch, *, early: bool) -> Any:
+    """The driver's configuration of a launch but for its stream; ``early``: a programmatic dependent one."""
+    from cuda.bindings import driver
+
+    kinds, attributes = driver.CUlaunchAttributeID, []
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if launch.cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster, 1, 1
+        attributes.append(attribute)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes = launch.shared
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
 
 
 class CudaProgram:
@@ -233,7 +269,11 @@ class CudaBackend:
         self.name = f"cuda:{device_index}"
         self.mode: Mode = mode
         self.graph = graph
-        limits = Tuning(sms=self.device.multiprocessors, shared_limit=self.device.shared_bytes_per_block)
+        limits = Tuning(
+            sms=self.device.multiprocessors,
+            shared_limit=self.device.shared_bytes_per_block,
+            max_cluster=16 if self.device.capability >= (9, 0) else 1,
+        )
         self.tuning = limits if tuning is None else tuning
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         with self._device():
@@ -340,30 +380,21 @@ class CudaBackend:
         for launch in planned:
             arguments = type(launch.args).from_buffer_copy(launch.args)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            function = self._kernels.function(launch.kernel, launch.shared)
-            early = self._early_config(launch)
+            if launch.cluster > self.tuning.max_cluster:
+                raise BackendError(
+                    f"kernel {launch.kernel} wants clusters of {launch.cluster} blocks, more than the "
+                    f"{self.tuning.max_cluster} of {self.name}"
+                )
+            function = self._kernels.function(launch.kernel, launch.shared, launch.cluster)
+            can = self.tuning.programmatic and self.device.capability >= (9, 0)
+            made = launch.kernel.removesuffix("_fast") in PROGRAMMATIC
+            early = launch_config(launch, early=True) if can and made else None
+            clustered = launch_config(launch, early=False) if launch.cluster > 1 else None
+            address = ctypes.addressof(parameters)
             prepared.append(
-                PreparedLaunch(launch, function, arguments, parameters, ctypes.addressof(parameters), early)
+                PreparedLaunch(launch, function, arguments, parameters, address, early, clustered)
             )
         return prepared
-
-    def _early_config(self, launch: Launch) -> Any:
-        """The configuration of a programmatic dependent launch, where kernel and GPU are made for it."""
-        can = self.tuning.programmatic and self.device.capability >= (9, 0)
-        if not can or launch.kernel.removesuffix("_fast") not in PROGRAMMATIC:
-            return None
-        driver = self._driver
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-        config.sharedMemBytes = launch.shared
-        config.hStream = self._handles[0]
-        config.attrs = [attribute]
-        config.numAttrs = 1
-        return config
 
     def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> PreparedPlan:
         """A plan with launches that follow it."""
@@ -378,8 +409,12 @@ class CudaBackend:
         driver, stream = self._driver, self._handles[side]
         for number, item in enumerate(prepared):
             launch = item.launch
+            config = item.clustered
             if item.early is not None and (number > 0 or not alone):
-                (status,) = driver.cuLaunchKernelEx(item.early, item.function, item.address, 0)
+                config = item.early
+            if config is not None:
+                config.hStream = stream
+                (status,) = driver.cuLaunchKernelEx(config, item.function, item.address, 0)
             else:
                 (status,) = driver.cuLaunchKernel(
                     item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0
@@ -387,7 +422,8 @@ class CudaBackend:
             if int(status) != 0:
                 raise BackendError(
                     f"{self.name} refused kernel {launch.kernel} with grid {launch.grid}, "
-                    f"block {launch.block}, {launch.shared} bytes of shared memory: {status.name}"
+                    f"block {launch.block}, clusters of {launch.cluster}, {launch.shared} bytes of shared "
+                    f"memory: {status.name}"
                 )
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> tuple[Any, npt.NDArray[Any]]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kestrel.cuda import compile as nvrtc
+from kestrel.cuda import device
 from kestrel.cuda.device import CudaBackend
+from kestrel.cuda.graph import Graph
 from kestrel.cuda.memory import STAGING_BYTES
+from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.engine import Engine
 from kestrel.errors import BackendError, NonFiniteError
+from kestrel.launch import Launch, Tuning
 from kestrel.ops import WType
 from kestrel.sampling import SamplingParams
 from tests.support.dumps import difference, generate
@@ -137,3 +144,66 @@ def test_a_second_process_uses_the_same_gpu(gpu: CudaBackend) -> None:
     expected = generate(engine(gpu), [5, 6, 7], 6)[0]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == str(expected), result.stderr
+
+
+# out[block][thread] += 1000 * (block `cluster - 1 - rank` of the cluster) + thread, by way of shared memory.
+CLUSTER = b"""
+#include "port.cuh"
+struct ClusterArgs { int *out; };
+KERNEL void k_cluster(const ClusterArgs a) {
+    DYNAMIC_SHARED(shared);
+    float4 *const given = (float4 *)shared, *const got = given + blockDim.x;
+    const int i = threadIdx.x, other = cluster_size() - 1 - cluster_rank();
+    given[i] = make_float4(0.0f, 0.0f, 0.0f, (float)i);
+    cluster_sync();
+    wait_for_previous();
+    start_next();
+    const float thread = cluster_load(&given[i], other).w;
+    cluster_store((int *)&got[i].y, other, (int)(1000u * blockIdx.x));
+    cluster_arrive();
+    cluster_wait();
+    a.out[blockIdx.x * blockDim.x + i] += ((int *)&got[i])[1] + (int)thread;
+}
+"""
+
+
+class ClusterArgs(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_uint64)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2, 8, 16])
+def test_blocks_of_a_cluster_exchange_values(
+    cluster: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = KernelSources({"planted.cu": CLUSTER}, kernel_sources().headers)
+    for module in (nvrtc, device):
+        monkeypatch.setattr(module, "kernel_sources", lambda: sources)
+    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_cluster"} if early else ()))
+    backend = CudaBackend(0)
+    threads, shared = 128, 64 << 10  # more than a block may take without asking
+    out = backend.zeros((32, threads), np.int32)
+    launch = Launch("k_cluster", (32, 1, 1), (threads, 1, 1), shared, ClusterArgs(out.ptr), cluster)
+    if cluster > backend.tuning.max_cluster:
+        with pytest.raises(BackendError, match="more than the 1 of"):
+            backend.prepare([launch])
+        return
+    with backend.current():
+        prepared = backend.prepare([launch] * 3)
+        backend.launch(prepared)
+        backend.stream.synchronize()
+        backend.launch(prepared, side=True)
+        backend.side_stream.synchronize()
+        graph = Graph.record(backend.stream, lambda: backend.launch(prepared))
+        graph.launch()
+        backend.synchronize()
+    block = np.arange(32).reshape(-1, cluster)[:, ::-1].reshape(32, 1)
+    np.testing.assert_array_equal(backend.read(out), 9 * (1000 * block + np.arange(threads)))
+    if cluster > 1:
+        with backend.current(), pytest.raises(BackendError, match=f"refused .* clusters of {cluster}"):
+            backend.launch(backend.prepare([replace(launch, grid=(cluster + 1, 1, 1))]))
+        narrow = CudaBackend(0, tuning=Tuning(max_cluster=cluster - 1))
+        with narrow.current(), pytest.raises(BackendError, match=f"more than the {cluster - 1} of"):
+            narrow.prepare([launch])
+        narrow.close()
+    backend.close()
