@@ -52,103 +52,125 @@ template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, i
     }
 }
 
-// Scores to exponentials p, weights w and factors c of this thread's position; vs is its V scale. The warp made the scores
-// itself. Heads go by twos, which saves registers. No barrier at the end.
-DEVICE void unit_softmax(const UnitShared &sh, int HS, int count, float vs) {
-    const int t = threadIdx.x, lane = lane_id();
-    constexpr int TURN = 2;
-#if !KESTREL_FAST
-    float before[TURN];  // maximum of the positions before t in this warp; of more heads than two, in c
-#endif
-    if (HS > TURN)
-        __syncthreads();  // c takes the place of K
-    else
-        __syncwarp();
-#pragma unroll 1
-    for (int j0 = 0; j0 < HS; j0 += TURN) {
-        float run[TURN];
-#pragma unroll
-        for (int j = 0; j < TURN; j++) {
-            run[j] = t < count && j0 + j < HS ? sh.s[(j0 + j) * UNIT_PITCH + t] : MINUS_INFINITY;
-            run[j] = run[j] > MINUS_INFINITY ? run[j] : MINUS_INFINITY;  // the rule s > m is false for NaN
-        }
-#if KESTREL_FAST
-        for (int step = 16; step > 0; step >>= 1) {
-#pragma unroll
-            for (int j = 0; j < TURN; j++) run[j] = fmaxf(run[j], __shfl_xor_sync(FULL_WARP, run[j], step));
-        }
-#else
-        // The running maximum: a prefix maximum over lanes here, over warps behind the barrier.
-#pragma unroll
-        for (int step = 1; step < 32; step <<= 1) {
-#pragma unroll
-            for (int j = 0; j < TURN; j++) {
-                const float left = __shfl_up_sync(FULL_WARP, run[j], step);
-                if (lane >= step) run[j] = run[j] > left ? run[j] : left;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < TURN; j++) {
-            before[j] = __shfl_up_sync(FULL_WARP, run[j], 1);
-            if (lane == 0) before[j] = MINUS_INFINITY;
-            if (HS > TURN && j0 + j < HS) sh.c[(j0 + j) * UNIT_PITCH + t] = before[j];
-        }
-#endif
-#pragma unroll
-        for (int j = 0; j < TURN; j++)
-            if (lane == 31 && j0 + j < HS) sh.totals[(j0 + j) * UNIT_WARPS + warp_id()] = run[j];
-    }
-    __syncthreads();
-    bool any[2] = {false, false};
-#pragma unroll 1
-    for (int j0 = 0; j0 < HS; j0 += TURN) {
-#pragma unroll
-        for (int j = 0; j < TURN; j++) {
-            if (j0 + j >= HS) continue;
-            const int at = (j0 + j) * UNIT_PITCH + t;
-            const float s = t < count ? sh.s[at] : MINUS_INFINITY;
-            float totals[UNIT_WARPS];
-#pragma unroll
-            for (int v = 0; v < UNIT_WARPS; v += 4) {
-                const float4 four = *(const float4 *)(sh.totals + (j0 + j) * UNIT_WARPS + v);
-                totals[v] = four.x, totals[v + 1] = four.y, totals[v + 2] = four.z, totals[v + 3] = four.w;
-            }
-#if KESTREL_FAST
-            float m = totals[0];
-#pragma unroll
-            for (int v = 1; v < UNIT_WARPS; v++) m = fmaxf(m, totals[v]);
-#else
-            float m_before = HS > TURN ? sh.c[at] : before[j];
-#pragma unroll
-            for (int v = 0; v < UNIT_WARPS - 1; v++)
-                if (v < warp_id()) m_before = m_before > totals[v] ? m_before : totals[v];
-            const bool moved = s > m_before;
-            const float m = moved ? s : m_before;
-            float c = 1.0f;
-            if (moved) c = exp_form(m_before - s);
-            any[0] = any[0] || (moved && j0 < 4);
-            any[1] = any[1] || (moved && j0 >= 4);
-            sh.c[at] = c;
-#endif
-            // -0 changes no sum, of whatever sign.
-            const float p = t < count ? exp_form(s - m) : -0.0f;
-            sh.s[at] = p;
-            sh.w[at] = t < count ? p * vs : -0.0f;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        unsigned bits = __ballot_sync(FULL_WARP, any[k]);
-        bits = (bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111u;  // four positions to a bit, then side by side
-        bits = (bits | bits >> 3) & 0x03030303u;
-        bits = (bits | bits >> 6) & 0x000f000fu;
-        if (lane == 0) sh.moved[k * UNIT_WARPS + warp_id()] = (unsigned char)(bits | bits >> 12);
-    }
+// Floats that are not NaN as numbers of the same order, and back. -0 comes before +0; which of the two a maximum is makes
+// no difference to an exponential.
+DEVICE unsigned order_key(float x) { return f32_bits(x) ^ ((unsigned)((int)f32_bits(x) >> 31) | 0x80000000u); }
+DEVICE float of_order_key(unsigned key) {
+    return f32_from_bits(key ^ (~(unsigned)((int)key >> 31) | 0x80000000u));
 }
 
-// The same of the whole chunk, for the heads that j is one of: bit i for positions 4 * i to 4 * i + 3.
-DEVICE unsigned long long unit_moved(const UnitShared &sh, int j) {
-    return *(const unsigned long long *)(sh.moved + j / 4 * UNIT_WARPS);
+// What one position becomes of: its score, the maximum before it, its V scale.
+struct Softened {
+    float p, w, c;
+    bool moved;
+};
+
+// One exponential serves both: where the maximum moves, p is exp(s - s), which is 1, or NaN of an infinity, and c is
+// exp(before - s); where it does not, c is 1 and p is exp(s - before), of the same argument. fmaxf ignores NaN, as the
+// rule s > m does. Positions that are not `real` are -0 times a V scale of +0, which changes no sum, of whatever sign.
+DEVICE Softened soften(float s, float before, float vs, bool real) {
+    Softened x;
+    x.moved = real && s > before;
+#if KESTREL_FAST
+    x.c = 1.0f;
+    x.p = real ? exp_form(s - before) : -0.0f;
+#else
+    const float e = exp_form(-fabsf(s - before));
+    x.c = x.moved ? e : 1.0f;
+    x.p = x.moved ? (s < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS)) : real ? e : -0.0f;
+#endif
+    x.w = x.p * vs;
+    return x;
+}
+
+// Scores to exponentials p, weights w, factors c and the maximum, of one head: a thread to a position, which is in the warp
+// that made its score. The running maximum is a prefix maximum over lanes, and over warps behind the barrier.
+DEVICE void unit_softmax_one(const UnitShared &sh, int count) {
+    const int t = threadIdx.x, lane = lane_id();
+    const bool real = t < count;
+    __syncwarp();
+    const float s = real ? sh.s[t] : MINUS_INFINITY;
+    unsigned key = order_key(fmaxf(s, MINUS_INFINITY));
+#if KESTREL_FAST
+    const unsigned total = __reduce_max_sync(FULL_WARP, key);
+    if (lane == 0) sh.totals[warp_id()] = total;
+    __syncthreads();
+    const unsigned all = __reduce_max_sync(FULL_WARP, sh.totals[lane % UNIT_WARPS]);
+    const float before = of_order_key(all);
+    if (t == 0) sh.max[0] = before;
+#else
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const unsigned left = __shfl_up_sync(FULL_WARP, key, step);  // the first lanes get their own
+        key = left > key ? left : key;
+    }
+    unsigned own = __shfl_up_sync(FULL_WARP, key, 1);
+    if (lane == 0) own = 0u;
+    if (lane == 31) sh.totals[warp_id()] = key;
+    __syncthreads();
+    const int v = lane % UNIT_WARPS;
+    const unsigned earlier = __reduce_max_sync(FULL_WARP, v < warp_id() ? sh.totals[v] : order_key(MINUS_INFINITY));
+    const float before = of_order_key(own > earlier ? own : earlier);
+    if (t == CHUNK - 1) sh.max[0] = of_order_key(key > earlier ? key : earlier);
+#endif
+    const Softened x = soften(s, before, sh.vs[t], real);
+    sh.p[t] = x.p;
+    sh.w[t] = x.w;
+    sh.c[t] = x.c;
+    const unsigned bits = __ballot_sync(FULL_WARP, x.moved);
+    if (lane == 0) sh.moved[warp_id()] = bits;
+}
+
+// The same of HS heads, two or more: 8 / HS warps to a head, a lane to two neighbouring positions of 64 at a time. end:
+// count, rounded up to UNIT_STEP. A barrier lies between the scores and this.
+DEVICE void unit_softmax_many(const UnitShared &sh, int HS, int count, int end) {
+    const int lane = lane_id(), head = warp_id() * HS / UNIT_WARPS;
+    const int part = warp_id() * HS % UNIT_WARPS;  // in positions of 32
+    const int first = 32 * part, last = 32 * (part + HS) < end ? 32 * (part + HS) : end;
+    const float *const s = sh.s + head * UNIT_PITCH;
+#if KESTREL_FAST
+    const int known = count;  // the maximum of the chunk serves all positions
+#else
+    const int known = first < count ? first : count;
+#endif
+    float m = MINUS_INFINITY;  // of the positions before
+#pragma unroll 1
+    for (int t = lane; t < known; t += 32) m = fmaxf(m, s[t]);
+    if (known > 0) m = of_order_key(__reduce_max_sync(FULL_WARP, order_key(m)));
+#pragma unroll 1
+    for (int t0 = first; t0 < last; t0 += 64) {
+        const int t = t0 + 2 * lane, at = head * UNIT_PITCH + t;
+        const float2 both = *(const float2 *)(sh.s + at), vs = *(const float2 *)(sh.vs + t);
+        const float s0 = t < count ? both.x : MINUS_INFINITY, s1 = t + 1 < count ? both.y : MINUS_INFINITY;
+#if KESTREL_FAST
+        const float before0 = m, before1 = m;
+#else
+        float run = fmaxf(s0, s1);
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) run = fmaxf(run, __shfl_up_sync(FULL_WARP, run, step));
+        const float left = __shfl_up_sync(FULL_WARP, run, 1);
+        const float before0 = lane == 0 ? m : fmaxf(m, left), before1 = fmaxf(before0, s0);
+        m = fmaxf(m, __shfl_sync(FULL_WARP, run, 31));
+#endif
+        const Softened x0 = soften(s0, before0, vs.x, t < count), x1 = soften(s1, before1, vs.y, t + 1 < count);
+        *(float2 *)(sh.p + at) = make_float2(x0.p, x1.p);
+        *(float2 *)(sh.w + at) = make_float2(x0.w, x1.w);
+        *(float2 *)(sh.c + at) = make_float2(x0.c, x1.c);
+        const unsigned bits = __ballot_sync(FULL_WARP, x0.moved || x1.moved);
+        if (lane == 0) sh.moved[head * (CHUNK / 64) + t0 / 64] = bits;
+    }
+    if (lane == 0 && part + HS == UNIT_WARPS) sh.max[head] = m;
+}
+
+// Where the maximum of a head moved, of HPT heads from j0 on: positions to a bit, and the bits of the word that position t
+// is in.
+DEVICE int unit_moved_span(int HS) { return HS == 1 ? 1 : 2; }
+template <int HPT> DEVICE unsigned unit_moved(const UnitShared &sh, int HS, int j0, int t) {
+    if (HS == 1) return sh.moved[t / 32];
+    unsigned bits = 0u;
+#pragma unroll
+    for (int j = 0; j < HPT; j++) bits |= sh.moved[(j0 + j) * (CHUNK / 64) + t / 64];
+    return bits;
 }
 
 // Byte `i` of the word as the float it stands for: 2^23 + 128 + v, less the constant, both exact. A conversion of an
@@ -210,37 +232,41 @@ template <int HPT, int PITCH> struct ValueGroup {
 // UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the
 // arrays of the chunk is read, too, and not used.
 template <int HPT, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float *acc) {
+DEVICE void unit_values(const UnitShared &sh, int HS, int at, int j0, int begin, int end, float *acc) {
     typedef ValueGroup<HPT, PITCH> Group;
     constexpr int SIZE = Group::SIZE, FOURS = SIZE / 4;
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
-    unsigned long long moved = unit_moved(sh, j0) >> (begin / 4);
+    const int span = unit_moved_span(HS), each = SIZE / span;
+    unsigned moved = 0u;
 #pragma unroll
     for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
     Group even, odd;
     even.load(v, w);
 #pragma unroll 1
     for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
+        if (t0 % (32 * span) == 0) moved = unit_moved<HPT>(sh, HS, j0, t0);
         odd.load(v + FOURS * PITCH, w + SIZE);
-        even.add(((unsigned)moved & ((1u << FOURS) - 1u)) != 0u, c, acc);
+        even.add((moved & ((1u << each) - 1u)) != 0u, c, acc);
         v += 2 * FOURS * PITCH;
         w += 2 * SIZE;
         even.load(v, w);
-        odd.add(((unsigned)moved >> FOURS & ((1u << FOURS) - 1u)) != 0u, c + SIZE, acc);
+        odd.add((moved >> each & ((1u << each) - 1u)) != 0u, c + SIZE, acc);
         c += 2 * SIZE;
-        moved >>= 2 * FOURS;
+        moved >>= 2 * each;
     }
 }
 
 // The sum of exponentials of head j of the unit over `end` positions, in order.
-DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
-    const float *const p = sh.s + j * UNIT_PITCH, *const c = sh.c + j * UNIT_PITCH;  // f32[UNIT_PITCH]
+DEVICE float unit_sum(const UnitShared &sh, int HS, int j, int end) {
+    const float *const p = sh.p + j * UNIT_PITCH, *const c = sh.c + j * UNIT_PITCH;  // f32[UNIT_PITCH]
+    const int each = 16 / unit_moved_span(HS);
     float l = 0.0f;
-    unsigned long long moved = unit_moved(sh, j);
+    unsigned moved = 0u;
 #pragma unroll 1
     for (int t0 = 0; t0 < end; t0 += 16) {
-        if (((unsigned)moved & 15u) == 0u) {
+        if (t0 % (512 / each) == 0) moved = unit_moved<1>(sh, HS, j, t0);
+        if ((moved & ((1u << each) - 1u)) == 0u) {
             l = ordered_sum(p + t0, 16, l);
         } else {
 #pragma unroll
@@ -249,16 +275,16 @@ DEVICE float unit_sum(const UnitShared &sh, int j, int end) {
                 l += p[t0 + i];
             }
         }
-        moved >>= 4;
+        moved >>= each;
     }
     return l;
 }
 
 // One element of HPT heads to to[j * pitch], heads past `heads` left out; at: its word.
 template <int HPT, int PITCH>
-DEVICE void unit_element(const UnitShared &sh, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
+DEVICE void unit_element(const UnitShared &sh, int HS, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
     float acc[HPT];
-    unit_values<HPT, PITCH>(sh, at, j0, begin, end, acc);
+    unit_values<HPT, PITCH>(sh, HS, at, j0, begin, end, acc);
 #pragma unroll
     for (int j = 0; j < HPT; j++) {
         if (j0 + j < heads) *to = acc[j];
@@ -277,11 +303,11 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
         const int part = item < hd ? 0 : item / hd, j0 = part * each, at = item - part * hd;
         float *const first = to + j0 * pitch + unit_element_at(at, hd);
         if (each == 1)
-            unit_element<1, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<1, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
         else if (each == 2)
-            unit_element<2, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<2, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
         else
-            unit_element<4, PITCH>(sh, at, j0, begin, end, first, pitch, heads);
+            unit_element<4, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
     }
 }
 
@@ -302,23 +328,15 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
     }
     for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
         float l = 0.0f;
-        for (int t = lane_id(); t < count; t += 32) l += sh.s[j * UNIT_PITCH + t];
+        for (int t = lane_id(); t < count; t += 32) l += sh.p[j * UNIT_PITCH + t];
         l = warp_sum_f32(l);
         if (lane_id() == 0) states[j * pitch + hd + 1] = l;
     }
 #else
     unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
-    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, j, end);
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, HS, j, end);
 #endif
     const int k = (int)threadIdx.x - 5 * 32;  // of a warp that has less to do
-    if (k >= 0 && k < u.heads) {
-        float m = MINUS_INFINITY;
-#pragma unroll
-        for (int v = 0; v < UNIT_WARPS; v++) {
-            const float other = sh.totals[k * UNIT_WARPS + v];
-            m = m > other ? m : other;
-        }
-        states[k * pitch + hd] = m;
-    }
+    if (k >= 0 && k < u.heads) states[k * pitch + hd] = sh.max[k];
 }

@@ -70,20 +70,28 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 }
             }
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
+            if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = vs;
             unit_transpose(sh, 16 * W, a.hd, quads, cached);
             __syncthreads();
             if (t_new < CHUNK) {  // the new row takes its place
-                if ((int)threadIdx.x == t_new) vs = sh.new_scale[1];
                 unit_place_value(sh, 16 * W, a.hd, t_new);
                 if (chunk != u.slot) {  // its K has not been there since the row was made
-                    if ((int)threadIdx.x == t_new) sh.ks[t_new] = sh.new_scale[0];
+                    if ((int)threadIdx.x == t_new) {
+                        sh.ks[t_new] = sh.new_scale[0];
+                        sh.vs[t_new] = sh.new_scale[1];
+                    }
                     for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS)
                         sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
                     __syncthreads();
                 }
             }
             unit_scores<W>(sh, HS, a.hd, count);
-            unit_softmax(sh, HS, count, vs);
+            if (HS == 1) {
+                unit_softmax_one(sh, count);
+            } else {
+                __syncthreads();
+                unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
+            }
             __syncthreads();
             unit_states<16 * W>(a, sh, u, HS, chunk, count);
             __syncthreads();

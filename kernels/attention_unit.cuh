@@ -14,15 +14,16 @@
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
-    float *s;              // f32[HS, UNIT_PITCH]: scores, then exponentials p
-    float *squares;        // f32[UNIT_ROWS, hd rounded up to 64, + 4]
+    float *s;              // f32[HS, UNIT_PITCH]: scores
+    float *squares;        // in its place, while rows are made: f32[UNIT_ROWS, hd rounded up to 64, + 4]
     float *angle;          // f32[hd]: cosines, then sines
-    float *ks;             // f32[CHUNK]
+    float *ks, *vs;        // f32[CHUNK]; vs is +0 past the chunk's positions
     float *qs;             // f32[HS]
     float *new_scale;      // f32[2]: ks and vs of the new row
-    float *totals;         // f32[HS, UNIT_WARPS]: maximum of the positions of each warp
-    unsigned char *moved;  // u8[2, UNIT_WARPS]: bit i: the maximum of a head moved within the i-th four positions of the
-                           // warp; of heads 0 to 3, and 4 to 7
+    float *max;            // f32[HS]: maximum of the chunk
+    unsigned *totals;      // u32[UNIT_WARPS]: order_key of the maximum of the positions of each warp
+    unsigned *moved;       // u32[HS, CHUNK / 64]: bit i: the maximum moved at positions 2 * i or 2 * i + 1 of 64; for one
+                           // head u32[CHUNK / 32]: at position i of 32
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
     signed char *v8;       // i8[CHUNK / 4, 4 * pitch], pitch the largest hd of the kernel; see unit_transpose
@@ -30,24 +31,28 @@ struct UnitShared {
     // Where K was, once the scores are made:
     float *w;              // f32[HS, UNIT_PITCH]: p * vs
     float *c;              // f32[HS, UNIT_PITCH]: rescale factor, 1 where the maximum did not move
+    float *p;              // f32[HS, UNIT_PITCH]: exponentials
 };
 
 DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
+    const int squares = UNIT_ROWS * ((hd + 63) / 64 * 64 + 4), scores = UNIT_PITCH * UNIT_HEADS;
     UnitShared sh;
-    sh.s = (float *)base;
-    sh.squares = sh.s + UNIT_PITCH * UNIT_HEADS;
-    sh.angle = sh.squares + UNIT_ROWS * ((hd + 63) / 64 * 64 + 4);
+    sh.s = sh.squares = (float *)base;
+    sh.angle = sh.s + (squares > scores ? squares : scores);
     sh.ks = sh.angle + hd;
-    sh.qs = sh.ks + CHUNK;
+    sh.vs = sh.ks + CHUNK;
+    sh.qs = sh.vs + CHUNK;
     sh.new_scale = sh.qs + UNIT_HEADS;
-    sh.totals = sh.new_scale + 4;
-    sh.moved = (unsigned char *)(sh.totals + UNIT_WARPS * UNIT_HEADS);
-    sh.q8 = (signed char *)(sh.moved + 4 * UNIT_WARPS);
+    sh.max = sh.new_scale + 4;
+    sh.totals = (unsigned *)(sh.max + UNIT_HEADS);
+    sh.moved = sh.totals + UNIT_WARPS;
+    sh.q8 = (signed char *)(sh.moved + UNIT_HEADS * (CHUNK / 64));
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
     sh.k8 = sh.v8 + CHUNK * pitch;
     sh.w = (float *)sh.k8;
-    sh.c = sh.w + UNIT_PITCH * UNIT_HEADS;
+    sh.c = sh.w + scores;
+    sh.p = sh.c + scores;
     return sh;
 }
 
@@ -272,7 +277,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
     signed char *const codes = is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd;  // i8[hd]
     const long long slot = (u.base + u.pos) * st.kv.nkv + u.kv;
     signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd;  // i8[hd]
-    const bool here = row == HS && t_new < CHUNK;
+    const bool here = !is_q && t_new < CHUNK;
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
         const int e = lane + 32 * n;
@@ -281,7 +286,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
             const signed char c1 = (signed char)(scale.zero ? 0 : a8_code(x1[n], scale.inv));
             codes[e] = c0;
             codes[e + half] = c1;
-            if (here) {
+            if (here && !is_v) {
                 sh.k8[unit_place(hd, t_new, e / 16) + e % 16] = c0;
                 sh.k8[unit_place(hd, t_new, (e + half) / 16) + (e + half) % 16] = c1;
             }
@@ -296,7 +301,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
             sh.qs[row] = scale.d * st.attn.qscale;
         } else {
             sh.new_scale[row - HS] = scale.d;
-            if (here) sh.ks[t_new] = scale.d;
+            if (here) (is_v ? sh.vs : sh.ks)[t_new] = scale.d;
             if (store_new) (is_v ? st.kv.vs : st.kv.ks)[slot] = scale.d;
         }
     }

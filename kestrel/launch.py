@@ -201,9 +201,9 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of the attention stage (``UnitShared``)."""
     heads, warps = 8, CHUNK // 32
     positions = CHUNK + 4  # UNIT_PITCH
-    floats = positions * heads + (heads + 2) * (_round_up(head_dim, 64) + 4) + head_dim + CHUNK
-    floats += heads + 4 + warps * heads + warps
-    keys = max(CHUNK * head_dim, 4 * 2 * positions * heads)  # w and c take their place
+    floats = max(positions * heads, (heads + 2) * (_round_up(head_dim, 64) + 4)) + head_dim + 2 * CHUNK
+    floats += heads + 4 + heads + warps + heads * CHUNK // 64
+    keys = max(CHUNK * head_dim, 4 * 3 * positions * heads)  # w, c and p take their place
     values = CHUNK * (128 if head_dim <= 128 else 256)
     return 4 * floats + (heads + 2) * head_dim + values + keys
 

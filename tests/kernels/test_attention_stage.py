@@ -69,6 +69,15 @@ def test_cuts(blocks: int, heads: tuple[int, int]) -> None:
     compare(700, blocks=blocks, seed=blocks, heads=heads[0], kv_heads=heads[1], head_dim=16)
 
 
+@pytest.mark.parametrize("heads_of_a_unit", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("last", [255, 192, 100, 31, 3])
+def test_heads_of_a_unit(heads_of_a_unit: int, head_dim: int, last: int) -> None:
+    """Whole and ragged chunks of every cut, with maxima that often move."""
+    blocks = 3 * 8 // heads_of_a_unit
+    compare(2 * CHUNK + last, "rising", blocks=blocks, seed=last, heads=8, kv_heads=1, head_dim=head_dim)
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 256])
 @pytest.mark.parametrize("blocks", [3, 64])
 def test_head_sizes(head_dim: int, blocks: int) -> None:
@@ -88,3 +97,5 @@ def test_more_chunks_than_a_merge_round_takes() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_scores_that_are_not_finite(place: int, value: float) -> None:
     compare(300, spoil=(place, value), heads=4, kv_heads=1, head_dim=32)
+    for blocks in (16, 8, 4, 2):  # one to eight heads a unit
+        compare(300, spoil=(place, value), blocks=blocks, heads=8, kv_heads=1, head_dim=32)
