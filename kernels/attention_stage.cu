@@ -1,6 +1,6 @@
 // The attention stage of a decode step (M = 1) in two launches: k_attn_stage makes the partial states of all chunks, from
-// the raw Q, K and V rows on; k_attn_merge merges them left to right, a block to a head, and quantises the result. Two
-// launches, because on a GPU the end of a launch is the cheapest way to wait for all blocks.
+// the raw Q, K and V rows on; k_attn_merge merges them left to right, a block to 32 elements of a head, and quantises the
+// result. Two launches, because on a GPU the end of a launch is the cheapest way to wait for all blocks.
 #include "attention_chains.cuh"
 #include "warp_rows.cuh"
 
@@ -109,94 +109,130 @@ KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const Attenti
     attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
 }
 
-#define MERGE_CHUNKS 64  // chunks whose states a block has in shared memory
+// Four chunks of a merge: factors of what is merged and of the chunk, the chunk's sum; one element of its state.
+struct MergeGroup {
+    float4 f[4];
+    float x[4];
 
-// out[h] = merge of the chunks of head h, and its a8 where the head is made of groups. The states travel all at once;
-// the first warp works out the factors, a lane to a chunk; then a thread to an element. Shared: f32[MERGE_CHUNKS, 4],
-// f32[MERGE_CHUNKS, hd + 4].
-DEVICE void merge_head(const AttentionStageArgs &st, unsigned char *shared, int h, int chunks) {
+    DEVICE_MEMBER void load(const float4 *factors, const float *states) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            f[i] = factors[i];
+            x[i] = states[32 * i];
+        }
+    }
+    // The first `count` of them.
+    DEVICE_MEMBER void merge(int count, float &acc, float &l) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= count) continue;
+            acc = merge_one(acc, x[i], f[i].x, f[i].y);
+            l = merge_one(l, f[i].z, f[i].x, f[i].y);
+        }
+    }
+};
+
+// Elements 32 * part to 32 * part + 31 of head h, and their a8 where the head is made of groups: the states travel all at
+// once; a thread to a chunk works out the factors; then a lane to an element. Chunks go by as many as there are threads.
+// Shared: f32[threads + 8, 4], f32[threads + 8, 32], f32[warps]; the chain reads eight chunks past the last.
+DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int h, int part, int chunks) {
     const AttentionArgs &a = st.attn;
-    const int pitch = a.hd + 4, lane = lane_id();
+    const int lane = lane_id(), threads = blockDim.x, first = 32 * part, own = threadIdx.x;
+    const int units = (a.hd - first < 32 ? a.hd - first : 32) / 4;  // of 16 bytes
     float4 *const factors = (float4 *)shared;  // of the merged chunks and of the one that comes, its sum, unused
-    float *const states = (float *)(factors + MERGE_CHUNKS);
+    float *const states = (float *)(factors + threads + 8);
+    float *const totals = states + 32 * (threads + 8);
     const float *const source = partial_state(a, 0, 0, h);
-    const long long stride = (long long)a.nh * pitch;  // floats from chunk to chunk
-    float acc[2] = {0.0f, 0.0f}, l = 0.0f, m = MINUS_INFINITY;  // of elements threadIdx.x and threadIdx.x + blockDim.x
+    const long long stride = (long long)a.nh * (a.hd + 4);  // floats from chunk to chunk
+    float acc = 0.0f, l = 0.0f;  // of the first warp's lanes
+    float m = MINUS_INFINITY;    // of the chunks before these
 #pragma unroll 1
-    for (int c0 = 0; c0 < chunks; c0 += MERGE_CHUNKS) {
-        const int count = chunks - c0 < MERGE_CHUNKS ? chunks - c0 : MERGE_CHUNKS;
-        const int units = pitch / 4;  // of 16 bytes
+    for (int c0 = 0; c0 < chunks; c0 += threads) {
+        const int count = chunks - c0 < threads ? chunks - c0 : threads;
+        float right = MINUS_INFINITY, sum = 0.0f;
+        if (own < count) {
+            const float4 end = load_l2((const float4 *)(source + (c0 + own) * stride + a.hd));
+            right = end.x, sum = end.y;
+        }
+        if (own % 8 < units) {
+#pragma unroll 4
+            for (int c = own / 8; c < count; c += threads / 8)
+                copy_async_16(states + 32 * c + own % 8 * 4, source + (c0 + c) * stride + first + own % 8 * 4);
+        }
+        float merged = right;
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
+        if (lane == 31) totals[warp_id()] = merged;
+        float before = __shfl_up_sync(FULL_WARP, merged, 1);
+        if (lane == 0) before = MINUS_INFINITY;
         __syncthreads();
-        for (int i = threadIdx.x; i < count * units; i += blockDim.x)
-            copy_async_16(states + 4 * i, source + (c0 + i / units) * stride + i % units * 4);
+        before = fmaxf(before, m);
+#pragma unroll 1
+        for (int v = 0; v < warp_count(); v++) {
+            const float total = totals[v];
+            if (v < warp_id()) before = fmaxf(before, total);
+            m = fmaxf(m, total);
+        }
+        if (own < count) {
+            // One factor is the exponential of the difference, the other exp(0), or NaN of an infinity.
+            const float e = exp_form(-fabsf(right - before));
+            const bool moved = right > before;
+            const float larger = moved ? right : before;
+            const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
+            factors[own] = make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
+        }
         copy_wait_all();
         __syncthreads();
         if (warp_id() == 0) {
-            for (int b0 = 0; b0 < count; b0 += 32) {
-                const int c = b0 + lane;
-                const float *const state = states + c * pitch + a.hd;
-                const float right = c < count ? state[0] : MINUS_INFINITY;
-                float merged = right > m ? right : m;
-                for (int step = 1; step < 32; step <<= 1) {
-                    const float left = __shfl_up_sync(FULL_WARP, merged, step);
-                    if (lane >= step) merged = merged > left ? merged : left;
-                }
-                float before = __shfl_up_sync(FULL_WARP, merged, 1);
-                if (lane == 0) before = m;
-                if (c < count)
-                    factors[c] = make_float4(exp_form(before - merged), exp_form(right - merged), state[1], 0.0f);
-                m = __shfl_sync(FULL_WARP, merged, 31);
+            const float4 *f = factors;
+            const float *x = states + lane;
+            int left = count;
+            if (c0 == 0) {  // the first chunk is taken as it is
+                acc = *x;
+                l = f->z;
+                f++;
+                x += 32;
+                left--;
+            }
+            MergeGroup even, odd;
+            even.load(f, x);
+#pragma unroll 1
+            for (; left > 0; left -= 8) {
+                odd.load(f + 4, x + 128);
+                even.merge(left, acc, l);
+                f += 8;
+                x += 256;
+                even.load(f, x);
+                odd.merge(left - 4, acc, l);
             }
         }
-        __syncthreads();
-        int first = 0;
-        if (c0 == 0) {  // the first chunk is taken as it is
-            first = 1;
-            l = factors[0].z;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int element = threadIdx.x + i * blockDim.x;
-                if (element < a.hd) acc[i] = states[element];
-            }
-        }
-#pragma unroll 4
-        for (int c = first; c < count; c++) {
-            const float4 f = factors[c];
-            l = merge_one(l, f.z, f.x, f.y);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int element = threadIdx.x + i * blockDim.x;
-                if (element < a.hd) acc[i] = merge_one(acc[i], states[c * pitch + element], f.x, f.y);
-            }
-        }
+        if (c0 + threads < chunks) __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int element = threadIdx.x + i * blockDim.x, first = element - lane;
-        if (first >= a.hd) break;  // whole warps
-        const bool real = element < a.hd;
-        const float out = real ? acc[i] / l : 0.0f;
-        if (real) a.out[(long long)h * a.hd + element] = out;
-        if (st.has_a8) {  // hd is a multiple of 32: a warp is a group
-            const A8Scale scale = a8_scale(group_max_u32(f32_bits(out) & 0x7fffffffu, 32));
+    if (warp_id() == 0) {
+        const int element = h * a.hd + first + lane;
+        const bool real = first + lane < a.hd;
+        const float out = real ? acc / l : 0.0f;
+        if (real) a.out[element] = out;
+        if (st.has_a8) {  // hd is a multiple of 32: a part is a group
+            const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
             const int code = scale.zero ? 0 : a8_code(out, scale.inv);
-            const int sum = group_sum_s32(code, 32);
-            st.a8.q[h * a.hd + element] = (signed char)code;
+            const int codes = __reduce_add_sync(FULL_WARP, code);
+            st.a8.q[element] = (signed char)code;
             if (lane == 0) {
-                st.a8.d[(h * a.hd + first) / 32] = scale.d;
-                st.a8.gsum[(h * a.hd + first) / 32] = sum;
+                st.a8.d[element / 32] = scale.d;
+                st.a8.gsum[element / 32] = codes;
             }
         }
     }
 }
 
-// Grid: any number of blocks, one for each head at best. Threads: a multiple of 32, at least hd / 2. Dynamic shared: as
-// for merge_head.
+// Grid: a block to every 32 elements of every head. Threads: a multiple of 32. Dynamic shared: as for merge_part.
 KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     touch_exp_table();
     const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
+    const int parts = (a.attn.hd + 31) / 32;
     wait_for_previous();
     start_next();
-    for (int h = blockIdx.x; h < a.attn.nh; h += gridDim.x) merge_head(a, shared, h, chunks);
+    merge_part(a, shared, blockIdx.x / parts, blockIdx.x % parts, chunks);
 }

@@ -38,7 +38,9 @@ MATRIX_STAGES = (
     *(f"k_head_{form}" for form in HEAD_FORMS),
 )
 # Gate, up and SwiGLU: q4local with inputs of a multiple of so many elements, or any weights.
-GATE_UP_STAGES = tuple(f"k_{moe}gate_up_{form}" for moe in ("", "moe_") for form in ("any", "256", "2048"))
+GATE_UP_STAGES = tuple(f"k_gate_up_{form}" for form in ("any", "256", "2048"))
+# Of experts: q4local, or any weights.
+EXPERT_STAGES = ("k_moe_gate_up", "k_moe_gate_up_any", "k_moe_down", "k_moe_down_any")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
-    merge_threads: int = 256  # at least half a head
+    merge_threads: int = 128
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -74,11 +76,13 @@ class Tuning:
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
+    expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
+    expert_slots: int = 2  # quads of their rows that a warp has in flight, at most
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
-    shared_carveout: int = 72  # percent of L1 to be shared memory; -1: as each kernel needs
+    shared_carveout: int = 100  # percent of L1 to be shared memory; -1: as each kernel needs
     programmatic: int = 1  # 0: a kernel begins when the one before it has ended
     hash_beside: int = 2  # launches that hashes should have to run beside
 
@@ -95,8 +99,7 @@ PROGRAMMATIC = frozenset(
         "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
-        "k_moe_down",
-        "k_moe_down_any",
+        *EXPERT_STAGES,
         "k_matmul",
         "k_argmax",
         "k_feedback",
@@ -208,10 +211,9 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     return 4 * floats + (heads + 2) * head_dim + values + keys
 
 
-def attention_merge_shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of a block that merges the chunks of a head (``merge_head``)."""
-    chunks = 64
-    return 4 * chunks * (4 + head_dim + 4)
+def attention_merge_shared_bytes(threads: int) -> int:
+    """Dynamic shared memory of a block that merges the chunks of 32 elements of a head (``merge_part``)."""
+    return 4 * (threads + 8) * (4 + 32) + _round_up(4 * threads // 32, 16)
 
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:
@@ -389,8 +391,7 @@ _FAST = {
             *MATRIX_STAGES,
             "k_norm_router",
             *GATE_UP_STAGES,
-            "k_moe_down",
-            "k_moe_down_any",
+            *EXPERT_STAGES,
         )
     },
 }

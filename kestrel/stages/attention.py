@@ -54,15 +54,14 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
             return None
         return int((args.normed if i < norms else args.roped) + address - q)
 
-    merge_threads = max(t.merge_threads, 32 * ceil(attn.hd, 64))
     kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
     found = [
         Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args),
         Launch(
             "k_attn_merge",
-            (attn.nh, 1, 1),
-            (merge_threads, 1, 1),
-            attention_merge_shared_bytes(attn.hd),
+            (attn.nh * ceil(attn.hd, 32), 1, 1),
+            (t.merge_threads, 1, 1),
+            attention_merge_shared_bytes(t.merge_threads),
             args,
         ),
     ]
