@@ -326,14 +326,6 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     gate_up<false, false>(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_2048)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<true, true>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_256)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<false, true>(a, blockIdx.x, gridDim.x, shared);
-}
 // Dynamic shared: f32[2, 32], ChoiceShared (experts).
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_any)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
@@ -346,200 +338,52 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_gate_up_any)(const GateUpArgs a) {
 
 // ---- down, combination, residual ----
 
-#define DOWN_GROUPS 3  // of the input that a thread holds at a time
-#define DOWN_QUADS 4   // times four rows that a warp takes of one expert at a time, two by two
-
 // Shared memory of the down stage behind ChoiceShared; kestrel/stages/moe.py computes the same size.
-struct DownShared {
-    float *x;              // f32[rows]
-    float *p;              // f32[T rounded up to 8]: the experts' weights
-    float *y;              // f32[T rounded up to 8, rows]
-    unsigned char *codes;  // u8[T, rows, G, 16], q4local
-    unsigned char *scale;  // f16[T, rows, G]; each expert's start rounded up to 16 bytes
-    int scale_bytes;       // from one expert to the next
+struct DownAnyShared {
+    float *p;  // f32[T rounded up to 4]: the experts' weights
+    float *y;  // f32[T, rows]
+
+    DEVICE_MEMBER DownAnyShared(unsigned char *base, int T) {
+        p = (float *)base;
+        y = p + (T + 3) / 4 * 4;
+    }
 };
 
-DEVICE DownShared down_shared(unsigned char *base, int T, int rows, int groups) {
-    const int ranks = (T + 7) / 8 * 8;
-    DownShared sh;
-    sh.x = (float *)base;  // rows are a multiple of 4
-    sh.p = sh.x + rows;
-    sh.y = sh.p + ranks;
-    sh.codes = (unsigned char *)(sh.y + ranks * rows);
-    sh.scale = sh.codes + T * rows * groups * 16;
-    sh.scale_bytes = (2 * rows * groups + 15) / 16 * 16;
-    return sh;
-}
-
-// What a warp does at a time: an item is up to DOWN_QUADS quads of rows of one expert, as many as leave work for every warp.
-// The items are those of the expert of rank 0, then of rank 1, ...; the warps take turns.
-struct DownItems {
-    int quads, each, parts;  // of an expert; of an item; items of an expert
-    int t, part;             // the warp's current item: part `part` of the expert of rank t
-
-    DEVICE_MEMBER DownItems(int T, int rows) {
-        quads = rows / 4;
-        const int shift = T * quads >= 4 * warp_count() ? 2 : T * quads >= 2 * warp_count() ? 1 : 0;
-        each = 1 << shift;
-        parts = (quads + each - 1) >> shift;
-        t = (int)((unsigned)warp_id() / (unsigned)parts);
-        part = warp_id() - t * parts;
-    }
-
-    DEVICE_MEMBER void advance() {
-#pragma unroll 1
-        for (part += warp_count(); part >= parts; part -= parts) t++;
-    }
-
-    DEVICE_MEMBER int quad() const { return part * each; }  // the item's first
-    DEVICE_MEMBER int have() const { return quads - quad() < each ? quads - quad() : each; }
-};
-
-// Adds an item's quads, from the tile that the warp copied, to acc, f32[DOWN_QUADS]: a slot of eight lanes to a row, each
-// lane its own chain. in: all experts' rows. A quad past the last is another one again, and nobody stores it.
-DEVICE void down_quads(const DownShared &sh, const DownItems &item, const A8Row &in, int rows, int groups, float *acc) {
-    const int l = lane_id() % 8, have = item.have();
-    const int row = (4 * item.quad() + lane_id() / 8) * groups;
-    const uint4 *const codes = (const uint4 *)sh.codes + item.t * rows * groups + row;
-    const unsigned short *const scale = (const unsigned short *)(sh.scale + item.t * sh.scale_bytes) + row;
-#pragma unroll 1
-    for (int step = 0; step < groups; step += 8 * DOWN_GROUPS) {
-        const int first = step + l;
-        InputGroups<DOWN_GROUPS> held;
-        held.load(in, item.t * groups, first, groups);
-        int at[DOWN_GROUPS];  // past a row's end its last group again, added to nothing: other rows may be on their way still
-#pragma unroll
-        for (int u = 0; u < DOWN_GROUPS; u++) at[u] = first + 8 * u < groups ? first + 8 * u : groups - 1;
-#pragma unroll 1
-        for (int pair = 0; pair < DOWN_QUADS; pair += 2) {  // a loop, because instructions come from far away, too
-            if (pair < have) {
-                copy_wait_all();  // here the compiler cannot put it ahead of the loads
-                __syncwarp();
-                float dot[2][DOWN_GROUPS], ws[2][DOWN_GROUPS];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int start = 4 * (pair + i < have ? pair + i : pair) * groups;
-#pragma unroll
-                    for (int u = 0; u < DOWN_GROUPS; u++) {
-                        dot[i][u] = held.dot(u, codes[start + at[u]]);
-                        ws[i][u] = half_to_float(scale[start + at[u]]) * held.d[u];
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < DOWN_GROUPS; u++) {
-                    if (first + 8 * u < groups) {
-                        acc[0] = fma_f32(dot[0][u], ws[0][u], acc[0]);
-                        acc[1] = fma_f32(dot[1][u], ws[1][u], acc[1]);
-                    }
-                }
-            }
-            // The other pair comes forward; after the second turn each is where it was.
-            const float a0 = acc[0], a1 = acc[1];
-            acc[0] = acc[2], acc[1] = acc[3], acc[2] = a0, acc[3] = a1;
-        }
-    }
-}
-
-// hsum8 of four rows of each slot: what two lanes would both compute, they compute for one row each. Lane l of a slot
-// returns row 2 * (l / 4) + l % 2.
-DEVICE float four_hsum8(const float *acc) {
-    const bool upper = lane_id() & 4, odd = lane_id() & 1;
-    float a = upper ? acc[2] : acc[0], b = upper ? acc[3] : acc[1];
-    a = a + __shfl_xor_sync(FULL_WARP, upper ? acc[0] : acc[2], 4);  // lo[k] = a[k] + a[k+4]
-    b = b + __shfl_xor_sync(FULL_WARP, upper ? acc[1] : acc[3], 4);
-    const float sum = (odd ? b : a) + __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);  // lo0 + lo1, lo2 + lo3
-    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
-}
-
-// A block takes `a.rows` neighbouring rows of every chosen expert: who the experts are follows from the logits, which the
-// kernel two before wrote, so their rows are on the way before h is made (STAGED: q4local; other formats are read where
-// they lie). A warp copies the rows that it computes; then each row is combined in rank order and added to x.
-template <bool STAGED> DEVICE void moe_down(const MoeDownArgs &a, int block, int blocks, unsigned char *shared) {
+// Any quantised format, read where it lies. A block takes `a.rows` neighbouring rows of every chosen expert, a slot of eight
+// lanes to a row; then each row is combined in rank order and added to x.
+DEVICE void moe_down_any(const MoeDownArgs &a, int block, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
-    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, lane = lane_id();
+    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, slot = lane_id() / 8, quads = rows / 4;
+    const int n = block * rows, count = w.n - n < rows ? w.n - n : rows;
     const ChoiceShared choice = choice_shared(shared, a.topk.E, T);
-    const DownShared sh = down_shared(shared + choice_shared_bytes(a.topk.E, T), T, rows, groups);
-    const DownItems begin(T, rows);
-    const bool by_warp = STAGED && a.topk.E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS;
-    int ids = 0;  // by_warp: lane t has the expert of rank t
-    if (by_warp) {
-        const int ranks = T * begin.parts > warp_count() ? T : begin.t + 1;  // that the warp's items need
-        ids = warp_choose(a.topk.logits, a.topk.E, ranks < T ? ranks : T, [] {});
-    } else {
-        block_choose(a.topk.logits, a.topk.E, T, choice);
+    const DownAnyShared sh(shared + choice_shared_bytes(a.topk.E, T), T);
+    block_choose(a.topk.logits, a.topk.E, T, choice);
+    wait_for_previous();
+    start_next();
+    for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
+    // Warps take quads of rows in turn: those of the expert of rank 0, of rank 1, ...
+#pragma unroll 1
+    for (int item = warp_id(); item < T * quads; item += warp_count()) {
+        const int t = item / quads, row = 4 * (item - t * quads) + slot;
+        const int g = t * groups;
+        const InputRows<1> one = {{nullptr}, {a.mm.xq + 32ll * g}, {a.mm.xd + g}, {a.mm.gsum + g}};
+        float acc = 0.0f;
+        if (row < count) weight_row<1, false>(w, (long long)choice.ids[t] * w.n + n + row, one, lane_id() % 8, &acc);
+        acc = group_hsum8(acc);
+        if (lane_id() % 8 == 0) sh.y[t * rows + row] = acc;
     }
-    int n = block * rows;
-    do {
-        const int count = n >= w.n ? 0 : w.n - n < rows ? w.n - n : rows;
-        if (STAGED) {
-#pragma unroll 1
-            for (DownItems item = begin; item.t < T; item.advance()) {
-                const int first = 4 * item.quad(), left = count - first;
-                const int here = (left < 4 * item.have() ? left : 4 * item.have()) * groups;  // groups; none if below 0
-                const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, item.t) : choice.ids[item.t];
-                const long long g = ((long long)expert * w.n + n + first) * groups;
-                copy_rows(sh.codes + (item.t * rows + first) * groups * 16, (const unsigned char *)w.codes + g * 16, here,
-                          sh.scale + item.t * sh.scale_bytes + 2 * first * groups, w.scale + g, here, lane, 32);
-            }
-        }
-        wait_for_previous();  // a second time it costs nothing
-        start_next();
-        // Asked for without waiting, and without a register.
-        if (T % 4 == 0 && ((unsigned long long)a.combine.weights & 15) == 0) {
-#pragma unroll 1
-            for (int t = 4 * threadIdx.x; t < T; t += 4 * blockDim.x) copy_async_16(sh.p + t, a.combine.weights + t);
-        } else {
-#pragma unroll 1
-            for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
-        }
-        if (4 * (int)threadIdx.x < count) copy_async_16(sh.x + 4 * threadIdx.x, a.add.x + n + 4 * threadIdx.x);
-#pragma unroll 1
-        for (DownItems item = begin; item.t < T; item.advance()) {
-            float acc[DOWN_QUADS] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (STAGED) {
-                const A8Row all = {a.mm.xq, a.mm.xd, a.mm.gsum};
-                down_quads(sh, item, all, rows, groups, acc);
-            } else {
-                const int g = item.t * groups;
-                const InputRows<1> one = {{nullptr}, {a.mm.xq + 32ll * g}, {a.mm.xd + g}, {a.mm.gsum + g}};
-#pragma unroll
-                for (int j = 0; j < DOWN_QUADS; j++) {
-                    const int row = 4 * (item.quad() + j) + lane / 8;
-                    if (j < item.have() && row < count)
-                        weight_row<1, false>(w, (long long)choice.ids[item.t] * w.n + n + row, one, lane % 8, acc + j);
-                }
-            }
-            const float y = four_hsum8(acc);
-            const int j = ((lane >> 1) & 2) | (lane & 1);
-            if ((lane & 2) == 0 && j < item.have()) sh.y[item.t * rows + 4 * (item.quad() + j) + lane / 8] = y;
-        }
-        copy_wait_all();
-        __syncthreads();
-        if ((int)threadIdx.x < count) {  // rows are no more than threads
-            const float *y = sh.y + threadIdx.x;
-            float acc = 0.0f;
-#pragma unroll 1
-            for (int first = 0; first < T; first += 8) {  // rank order
-#pragma unroll
-                for (int j = 0; j < 8; j++, y += rows) {
-                    const float p = sh.p[first + j], term = *y;
-                    if (first + j < T) acc = fma_f32(p, term, acc);
-                }
-            }
-            a.combine.out[n + threadIdx.x] = acc;
-            a.add.x[n + threadIdx.x] = sh.x[threadIdx.x] + acc;
-        }
-        n += blocks * rows;
-        if (n < w.n) __syncthreads();
-    } while (n < w.n);
+    __syncthreads();
+    if ((int)threadIdx.x < count) {  // rows are no more than threads
+        float acc = 0.0f;
+        for (int t = 0; t < T; t++) acc = fma_f32(sh.p[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
+        float *const x = a.add.x + n + threadIdx.x;
+        a.combine.out[n + threadIdx.x] = acc;
+        *x = load_l2(x) + acc;
+    }
 }
 
-// Dynamic shared: ChoiceShared, DownShared. 80 registers: beside a block of the stage before there is room for this one.
-KERNEL LAUNCH_BOUNDS(256, 3) void FORM(k_moe_down)(const MoeDownArgs a) {
-    DYNAMIC_SHARED(shared);
-    moe_down<true>(a, blockIdx.x, gridDim.x, shared);
-}
+// Grid: a block for each `a.rows` rows. Dynamic shared: ChoiceShared, DownAnyShared.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_moe_down_any)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
-    moe_down<false>(a, blockIdx.x, gridDim.x, shared);
+    moe_down_any(a, blockIdx.x, shared);
 }

@@ -108,6 +108,13 @@ DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long
                      "l"(global), "r"(bytes), "r"(at)
                      : "memory");
 }
+// By one lane for itself, so that lanes ask for different pieces at once.
+DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate) {
+    const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(global), "r"(bytes), "r"(at)
+                 : "memory");
+}
 DEVICE void bulk_wait(unsigned long long *gate, unsigned turn) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
     unsigned done;
@@ -279,6 +286,9 @@ DEVICE void bulk_open(unsigned long long *) {}
 DEVICE void bulk_expect(unsigned long long *, int) {}
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
     for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
+}
+DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *) {
+    for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
 }
 DEVICE void bulk_wait(unsigned long long *, unsigned) {
     copy_wait_all();

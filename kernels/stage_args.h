@@ -72,6 +72,8 @@ struct GateUpArgs {
     SwigluArgs swiglu;
     QuantizeA8Args a8;
     RouterTopkArgs topk;
+    int slots;  // experts of q4local: quads of rows that a warp has in flight
+    int reserved;
 };
 
 // router_topk, moe_matmul by down, moe_combine, add: x += out.

@@ -8,6 +8,7 @@
 #include "../kernels/head.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/moe_experts.cu"
 #include "../kernels/moe_stages.cu"
 #include "../kernels/stages.cu"
 
@@ -54,8 +55,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_gate_up_2048_fast, GateUpArgs),
         SIMT_KERNEL(k_gate_up_256_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_any_fast, GateUpArgs),
-        SIMT_KERNEL(k_moe_gate_up_2048_fast, GateUpArgs),
-        SIMT_KERNEL(k_moe_gate_up_256_fast, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_down_fast, MoeDownArgs),
         SIMT_KERNEL(k_moe_down_any_fast, MoeDownArgs),
     };

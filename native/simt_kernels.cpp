@@ -11,6 +11,7 @@
 #include "../kernels/moe.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
+#include "../kernels/moe_experts.cu"
 #include "../kernels/moe_stages.cu"
 #include "../kernels/stages.cu"
 
@@ -70,8 +71,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_gate_up_2048, GateUpArgs),
         SIMT_KERNEL(k_gate_up_256, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_any, GateUpArgs),
-        SIMT_KERNEL(k_moe_gate_up_2048, GateUpArgs),
-        SIMT_KERNEL(k_moe_gate_up_256, GateUpArgs),
+        SIMT_KERNEL(k_moe_gate_up, GateUpArgs),
         SIMT_KERNEL(k_moe_down, MoeDownArgs),
         SIMT_KERNEL(k_moe_down_any, MoeDownArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),

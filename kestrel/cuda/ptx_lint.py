@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kestrel.launch import GATE_UP_STAGES, HEAD_FORMS, MATMUL_ADD_FORMS, NORM_MATMUL_FORMS
+from kestrel.launch import EXPERT_STAGES, GATE_UP_STAGES, HEAD_FORMS, MATMUL_ADD_FORMS, NORM_MATMUL_FORMS
 
 # Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
 # adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
@@ -44,8 +44,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     **{f"k_head_{suffix}": frozenset({"f32"}) for suffix in HEAD_FORMS},
     "k_norm_router": frozenset({"f32"}),
     **{name: frozenset({"f32", "f64"}) for name in GATE_UP_STAGES},
-    "k_moe_down": frozenset({"f32", "f64"}),
-    "k_moe_down_any": frozenset({"f32", "f64"}),
+    **{name: frozenset({"f32", "f64"}) for name in EXPERT_STAGES},
     "k_attn_stage": frozenset({"f32", "f64"}),
     "k_attn_stage_wide": frozenset({"f32", "f64"}),
     "k_attn_merge": frozenset({"f32", "f64"}),

@@ -1,4 +1,4 @@
-"""Stages of the FFN, dense or of experts: ``kernels/moe_stages.cu``."""
+"""Stages of the FFN, dense or of experts: ``kernels/moe_stages.cu``, ``kernels/moe_experts.cu``."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
+    if experts and (launch := _expert_gate_up(moe, swiglu, a8, topk, t)):
+        return launch
     units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
-    form = _gate_up_form(moe)
+    form = "any" if experts else _gate_up_form(moe)
     shared = 4 * 64 + (router_shared_bytes(topk.E, topk.T) if experts else 0)
     staged = k + k // 4 + warps * QUAD_SCALES
     if form != "any" and shared + staged <= t.shared_limit - STATIC_SHARED:
@@ -76,14 +78,43 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
     return Launch(name, (min(units, t.sms * t.gate_up_blocks), 1, 1), (32 * warps, 1, 1), shared, args)
 
 
-def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
+def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Launch | None:
+    """The choice of experts, gate, up, SwiGLU and a8 by rings of bulk copies, for q4local."""
+    k, width = moe.w[0].k, swiglu.F
+    copied = [moe.xq, moe.xd, moe.gsum, *(moe.w[i].scale for i in range(moe.n_w))]
+    if not _q4local(moe) or k % 256 or any(address % 16 for address in copied):
+        return None
+    groups, units = int(k) // 32, int(moe.T) * (int(width) // 32)
+    warps = 1 << (min(t.gate_up_warps, QUADS).bit_length() - 1)
+    blocks = min(units, t.sms * t.expert_blocks)
+    items = ceil(units, blocks) * (QUADS // warps)
+
+    def shared(slots: int) -> int:
+        gates = _round_up(8 * warps * slots, 16)
+        rings = warps * slots * (144 * groups + 128)
+        return 40 * groups + 512 + gates + router_shared_bytes(topk.E, topk.T) + rings
+
+    slots = min(t.expert_slots, items)
+    while slots and shared(slots) > t.shared_limit - STATIC_SHARED:
+        slots -= 1
+    if not slots:
+        return None
+    args = GateUpArgs(moe, swiglu, a8, topk, slots=slots)
+    return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * (warps + 1), 1, 1), shared(slots), args)
+
+
+def _down_shared_bytes(topk: Any, mm: Any, rows: int, warps: int) -> int:
     """Dynamic shared memory of ``k_moe_down`` (``DownShared``)."""
-    groups = mm.w[0].k // 32
+    groups, chosen = int(mm.w[0].k) // 32, int(mm.T)
+    ranks, inputs = _round_up(chosen, 8), _round_up(chosen * groups, 4)
+    own = 8 * _round_up(warps, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * chosen * groups
+    return own + 18 * chosen * rows * groups + router_shared_bytes(topk.E, chosen)
+
+
+def _down_any_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
+    """Dynamic shared memory of ``k_moe_down_any`` (``DownAnyShared``)."""
     chosen = int(mm.T)
-    own = 4 * (rows + _round_up(chosen, 8) * (1 + rows))
-    if _q4local(mm):
-        own += chosen * (rows * groups * 16 + _round_up(2 * rows * groups, 16))
-    return router_shared_bytes(topk.E, chosen) + own
+    return router_shared_bytes(topk.E, chosen) + 4 * (_round_up(chosen, 4) + chosen * rows)
 
 
 def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
@@ -92,18 +123,23 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
     fits = mm.M == 1 and mm.n_w == 1 and mm.per_slot == 1 and mm.w[0].k % 32 == 0 and combine.y == mm.y
     if not fits or mm.w[0].wtype == WType.bf16 or add.y != combine.out or add.n != combine.H:
         return None
-    n = mm.w[0].n
-    if n % 4 or add.x % 16:  # copied by 16 bytes
-        return None
+    n, block = mm.w[0].n, (32 * t.down_warps, 1, 1)
+    limit = t.shared_limit - STATIC_SHARED
     rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
-    while rows > 4 and _down_shared_bytes(topk, mm, rows) > t.shared_limit - STATIC_SHARED:
-        rows -= 4
-    shared = _down_shared_bytes(topk, mm, rows)
-    if shared > t.shared_limit - STATIC_SHARED:
+    copied = (mm.xq, mm.xd, mm.gsum, mm.w[0].scale)
+    if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
+        few = rows
+        while few > 4 and _down_shared_bytes(topk, mm, few, t.down_warps) > limit:
+            few -= 4
+        shared = _down_shared_bytes(topk, mm, few, t.down_warps)
+        if shared <= limit:
+            args = MoeDownArgs(mm, combine, add, topk, rows=few)
+            return Launch("k_moe_down", (ceil(n, few), 1, 1), block, shared, args)
+    shared = _down_any_shared_bytes(topk, mm, rows)
+    if shared > limit:
         return None
     args = MoeDownArgs(mm, combine, add, topk, rows=rows)
-    name = "k_moe_down" if _q4local(mm) else "k_moe_down_any"
-    return Launch(name, (ceil(n, rows), 1, 1), (32 * t.down_warps, 1, 1), shared, args)
+    return Launch("k_moe_down_any", (ceil(n, rows), 1, 1), block, shared, args)
 
 
 MOE_OPS = (

@@ -21,7 +21,7 @@ from tests.kernels.harness import Case
 from tests.support.forward import make_model
 from tests.support.models import random_weights, tiny_config
 
-MOE_STAGES = ("k_norm_router", "k_moe_gate_up_256", "k_moe_down")
+MOE_STAGES = ("k_norm_router", "k_moe_gate_up", "k_moe_down")
 Grid = Callable[[Launch], int]
 
 
@@ -41,11 +41,16 @@ def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int) -> None:
     whole = plan(step.ops, "l2exact", tuning)
     if grid is not None:
         whole.main[:] = [
-            replace(launch, grid=(grid(launch), 1, 1)) if is_ffn(launch.kernel) else launch
+            replace(launch, grid=(blocks_of(launch, grid), 1, 1)) if is_ffn(launch.kernel) else launch
             for launch in whole.main
         ]
     for launch in whole.in_line(late=seed % 2 == 1):
         run_launch(launch, seed)
+
+
+def blocks_of(launch: Launch, grid: Grid) -> int:
+    """The down stage needs a block for each of its rows' parts."""
+    return max(grid(launch), launch.grid[0]) if "moe_down" in launch.kernel else grid(launch)
 
 
 def is_ffn(kernel: str) -> bool:
@@ -85,6 +90,17 @@ def gate_up_form(hidden: int, wtype: WType = WType.q4local) -> str:
     return "256" if hidden % 2048 else "2048"
 
 
+def expert_stages(config: ModelConfig, wtype: WType = WType.q4local) -> tuple[str, ...]:
+    """The launches of the FFN of experts."""
+    assert config.moe is not None
+    quick = wtype == WType.q4local
+    return (
+        "k_norm_router",
+        "k_moe_gate_up" if quick and config.hidden_size % 256 == 0 else "k_moe_gate_up_any",
+        "k_moe_down" if quick and config.moe.intermediate_size % 64 == 0 else "k_moe_down_any",
+    )
+
+
 def weights_of(config: ModelConfig, wtype: WType = WType.q4local) -> Weights:
     return random_weights(config, wtype, WType.q8local)
 
@@ -111,7 +127,7 @@ def non_finite(rng: np.random.Generator, bits: Any) -> None:
 @pytest.mark.parametrize(("experts", "chosen"), [(5, 5), (20, 3), (34, 33), (128, 8), (130, 9)])
 @pytest.mark.parametrize("norm", [True, False])
 def test_choices_of_the_joined_stages(change: Any, experts: int, chosen: int, norm: bool) -> None:
-    config = moe_config(experts=experts, top_k=chosen, moe_ffn=32, norm_topk_prob=norm)
+    config = moe_config(experts=experts, top_k=chosen, moe_ffn=64, norm_topk_prob=norm)
     weights = weights_of(config)
     router: Any = weights["layers.0.router"]
     bits = router.codes.copy()
@@ -171,9 +187,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str, wtype: WType) -> None:
     config = moe_config(**SHAPES[name])
-    form = gate_up_form(config.hidden_size, wtype)
-    down = "k_moe_down_any" if wtype == WType.q8local else "k_moe_down"
-    check(config, weights_of(config, wtype), kernels=("k_norm_router", f"k_moe_gate_up_{form}", down))
+    check(config, weights_of(config, wtype), kernels=expert_stages(config, wtype))
 
 
 @pytest.mark.parametrize("wtype", list(WType))
@@ -198,7 +212,7 @@ GRIDS: dict[str, Grid] = {
 @pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
 def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
     for hidden in (224, 512):
-        config = moe_config(hidden=hidden, experts=13, top_k=5, moe_ffn=96)
+        config = moe_config(hidden=hidden, experts=13, top_k=5, moe_ffn=192)
         check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
         config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, ffn=416)
         check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
@@ -219,7 +233,7 @@ def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
     ],
 )
 def test_few_multiprocessors_and_little_memory(tuning: Tuning) -> None:
-    config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=96)
+    config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=192)
     small = ("k_norm_router", "k_moe_gate_up_any", "k_moe_down")
     kernels = small if tuning.shared_limit == 10_000 else MOE_STAGES
     check(config, weights_of(config), tuning=tuning, seed=1, kernels=kernels)
