@@ -385,7 +385,7 @@ template <int C, class Put>
 DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, float *terms, NormPart part,
                            const Put &put) {
     const float *const x = norm.x + m * norm.d;
-    NormRow<C> row;
+    NormRow<C> row = {};
     const float r = norm_scale(x, norm.w, norm.d, norm.eps, terms, row, true);
     const int blocks = norm.d / 8;
 #pragma unroll 1

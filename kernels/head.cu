@@ -1,5 +1,5 @@
 // The end of a step: the greedy choice (contract section 10), alone or with the final norm and the head matrix.
-#include "q4_rows.cuh"
+#include "q4_stream.cuh"
 
 // The better of two (value, index): larger value, then lower index. Order-free, so any reduction tree gives the same.
 DEVICE void take_better(float &value, int &index, float other, int other_index) {
@@ -159,33 +159,25 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
 }
 
 // The same of q4local rows.
-template <int U, int R>
 DEVICE void head_q4(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
-    WarpUnits<Q4Rows<U, R>> units;
-    shared = units.rows.open(shared, a.norm.d);
-    NormedRow in;
+    Q4Stream<4> stream;
+    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    SplitRow in;
     float *const terms = (float *)in.open(shared, a.norm.d);
-    units.begin(a.mm, block, blocks);
+    stream.begin(a.mm);
     const NormPart part = norm_part(a.norm.d, block, blocks);
-    norm_a8_row<(U + 1) / 2>(a.norm, a.a8, terms, in, part, [&] {
-        if (units.any()) units.rows.take();
-    });
+    norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     BestRows best = {a.mm.y, 0.0f, -1, 0};
-    units.finish(a.mm, in, nullptr, best);
+    stream.finish(a.mm, in, best);
     store_groups(a.a8, in, part);
     join_best(a, best, block, blocks, arrived);
 }
 
 // Dynamic shared, u, r: as in stages.cu. Each has a _fast form, too.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q4_u2r4)(const HeadArgs a) {
+KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_head_q4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);
     __shared__ unsigned arrived;
-    head_q4<2, 4>(a, blockIdx.x, gridDim.x, shared, &arrived);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q4_u4r2)(const HeadArgs a) {
-    DYNAMIC_SHARED(shared);
-    __shared__ unsigned arrived;
-    head_q4<4, 2>(a, blockIdx.x, gridDim.x, shared, &arrived);
+    head_q4(a, blockIdx.x, gridDim.x, shared, &arrived);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q8_u2r4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);

@@ -11,6 +11,14 @@ struct PrefetchRanges {
     long long bytes[6];
 };
 
+// How q4local rows are streamed (Q4Stream in q4_stream.cuh).
+struct StreamArgs {
+    int streams;  // warps of a block that take rows
+    int pieces;   // in the ring of each
+    int steps;    // of 256 elements of each row, in a piece
+    int reserved;
+};
+
 // rms_norm, quantize_a8.
 struct NormA8Args {
     RmsNormArgs norm;
@@ -22,13 +30,15 @@ struct NormMatmulArgs {
     RmsNormArgs norm;
     QuantizeA8Args a8;
     MatmulArgs mm;
+    StreamArgs stream;  // q4local
 };
 
 // matmul, add: x += y.
 struct MatmulAddArgs {
     MatmulArgs mm;
     AddArgs add;
-    int staged;  // 0 | 1: every block copies the input row to shared memory
+    StreamArgs stream;  // q4local
+    int staged;         // 0 | 1, other forms: every block copies the input row to shared memory
     int reserved;
 };
 
@@ -38,7 +48,8 @@ struct HeadArgs {
     QuantizeA8Args a8;
     MatmulArgs mm;
     ArgmaxArgs argmax;
-    int has_a8;  // 0 | 1
+    StreamArgs stream;  // q4local
+    int has_a8;         // 0 | 1
     int reserved;
 };
 

@@ -4,7 +4,7 @@
 // its own: instructions that are not there need not be fetched. A stage is a function of (arguments, block of so many blocks,
 // dynamic shared memory) behind a thin kernel, with the same bits for every number of blocks. Each kernel exists in
 // both forms: k_x and k_x_fast.
-#include "q4_rows.cuh"
+#include "q4_stream.cuh"
 
 // Rows in turn to the blocks; any M.
 DEVICE void norm_a8(const NormA8Args &a, int block, int blocks, unsigned char *shared) {
@@ -42,56 +42,26 @@ DEVICE void norm_matmul_any(const NormMatmulArgs &a, int block, int blocks, unsi
 }
 
 // The same of q4local rows.
-template <int U, int R>
 DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
-    WarpUnits<Q4Rows<U, R>> units;
-    shared = units.rows.open(shared, a.norm.d);
-    NormedRow in;
+    Q4Stream<4> stream;
+    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    SplitRow in;
     float *const terms = (float *)in.open(shared, a.norm.d);
-    units.begin(a.mm, block, blocks);
+    stream.begin(a.mm);
     const NormPart part = norm_part(a.norm.d, block, blocks);
-    norm_a8_row<(U + 1) / 2>(a.norm, a.a8, terms, in, part, [&] {
-        if (units.any()) units.rows.take();
-    });
+    norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     StoreRows out = {a.mm.y};
-    units.finish(a.mm, in, nullptr, out);
+    stream.finish(a.mm, in, out);
     store_groups(a.a8, in, part);
 }
 
-// u: loads of a thread in flight for a row, r: rows of a warp; kestrel/stages/matmul.py chooses. Dynamic shared of the q4
-// forms: Q4Rows, NormedRow, f32[norm_terms(d)]; of the others: NormShared.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r1)(const NormMatmulArgs a) {
+// Dynamic shared: Q4Stream, SplitRow, f32[norm_terms(d) + 4]. 64 registers: beside a block of the stage before there is room
+// for one of this.
+KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_norm_matmul_q4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
-    norm_matmul_q4<2, 1>(a, blockIdx.x, gridDim.x, shared);
+    norm_matmul_q4(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r2)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<2, 2>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r3)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<2, 3>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r4)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<2, 4>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u2r5)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<2, 5>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u3r3)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<3, 3>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u4r1)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<4, 1>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_q4_u4r2)(const NormMatmulArgs a) {
-    DYNAMIC_SHARED(shared);
-    norm_matmul_q4<4, 2>(a, blockIdx.x, gridDim.x, shared);
-}
+// u: loads of a thread in flight for a row, r: rows of a warp; kestrel/stages/matmul.py chooses. Dynamic shared: NormShared.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_any_u2r4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul_any<2, 4>(a, blockIdx.x, gridDim.x, shared);
@@ -159,59 +129,33 @@ DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsign
     units.finish(a.mm, in, x, out);
 }
 
-// The same of q4local rows. Dynamic shared: Q4Rows, CopiedRow.
-template <int U, int R>
+// The same of q4local rows.
 DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
     const int k = a.mm.w[0].k;
-    WarpUnits<Q4Rows<U, R>> units;
-    shared = units.rows.open(shared, k);
-    CopiedRow in;
-    units.begin(a.mm, block, blocks);
-    in.open(a.mm, shared, k);
+    Q4Stream<2> stream;
+    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    SplitRow in;
+    in.open(shared, k);
+    stream.begin(a.mm);
+    const signed char *from = a.mm.xq + 16 * threadIdx.x;
+    settle(from);
     AddRows out = {a.mm.y, a.add.x, 0.0f};
-    wait_for_previous(in.from);
+    wait_for_previous(from);
     start_next();
-    in.copy(a.mm, k);
-    // What is added to, and the weights, come while the input row does.
-    if (units.any()) {
-        out.open(units.at, units.rows.row());
-        units.rows.take();
-    }
+    in.copy(a.mm, from, k);
+    stream.open_first(a.mm, out);  // what is added to comes while the input row does
     copy_wait_all();
     __syncthreads();
-    units.finish(a.mm, in, nullptr, out);
+    stream.finish(a.mm, in, out);
 }
 
-// As above: u loads of a thread for a row, r rows of a warp. The _any forms take what the q4 forms do not: other formats,
-// several at once, lengths that are no multiple of 256, rows too long for shared memory.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r1)(const MatmulAddArgs a) {
+// Dynamic shared: Q4Stream, SplitRow.
+KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_matmul_add_q4)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
-    matmul_add_q4<2, 1>(a, blockIdx.x, gridDim.x, shared);
+    matmul_add_q4(a, blockIdx.x, gridDim.x, shared);
 }
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r2)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<2, 2>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r3)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<2, 3>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u2r4)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<2, 4>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u3r3)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<3, 3>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u4r1)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<4, 1>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_q4_u4r2)(const MatmulAddArgs a) {
-    DYNAMIC_SHARED(shared);
-    matmul_add_q4<4, 2>(a, blockIdx.x, gridDim.x, shared);
-}
+// The _any forms take what the q4 forms do not: other formats, several at once, lengths that are no multiple of 256, rows too
+// long for shared memory.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_matmul_add_any_u2r4)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
     matmul_add_any<2, 4>(a, blockIdx.x, gridDim.x, shared);

@@ -27,11 +27,10 @@ STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
 # Forms of the stages around one matrix: the format of the weights, u loads of a thread in flight for each of
-# the r rows of a warp. The q4local forms take rows of whole steps of 256 elements.
-_Q4_FORMS = ("q4_u2r1", "q4_u2r2", "q4_u2r3", "q4_u2r4", "q4_u3r3", "q4_u4r1", "q4_u4r2")
-NORM_MATMUL_FORMS = (*_Q4_FORMS, "q4_u2r5", "any_u2r4", "any_u4r2")
-MATMUL_ADD_FORMS = (*_Q4_FORMS, "any_u2r4", "any_u4r2")
-HEAD_FORMS = ("q4_u2r4", "q4_u4r2", "q8_u2r4", "q8_u4r2", "bf16_u2r4", "any_u2r4")
+# the r rows of a warp. q4: streams of q4local rows of whole steps of 256 elements (Q4Stream).
+NORM_MATMUL_FORMS = ("q4", "any_u2r4", "any_u4r2")
+MATMUL_ADD_FORMS = ("q4", "any_u2r4", "any_u4r2")
+HEAD_FORMS = ("q4", "q8_u2r4", "q8_u4r2", "bf16_u2r4", "any_u2r4")
 MATRIX_STAGES = (
     *(f"k_norm_matmul_{form}" for form in NORM_MATMUL_FORMS),
     *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
@@ -71,7 +70,9 @@ class Tuning:
     argmax_blocks: int = 64  # of one row, at most
     stage_warps: int = 8  # of the stages that begin with a norm
     stage_blocks: int = 1  # of the stages around one matrix, on a multiprocessor
-    stage_bytes: int = 1 << 16  # weights of a multiprocessor above which those stages take twice the blocks
+    stage_bytes: int = 1 << 16  # weights of a multiprocessor above which the any forms take twice the blocks
+    streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
+    ring_bytes: int = 76 << 10  # of a block for such rows on their way
     head_blocks: int = 2  # of the head, on a multiprocessor
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
@@ -183,20 +184,24 @@ def norm_terms(d: int) -> int:
     return _round_up(d // 8 + d % 8, 64)
 
 
-def q4_rows_bytes(warps: int, k: int, loads: int, rows: int) -> int:
-    """Dynamic shared memory for the weights in flight of a block of ``warps`` warps (``Q4Rows``)."""
-    return _round_up(8 * warps, 16) + warps * rows * min(k // 32, 32 * loads) * 18
+def stream_piece_bytes(rows: int, steps: int) -> int:
+    """Shared memory of a piece of ``rows`` rows by ``steps`` steps of 256 elements (``Q4Stream``)."""
+    apart = 128 // rows
+    return rows * (_round_up(144 * steps - apart, 128) + apart)
 
 
-def normed_row_bytes(d: int) -> int:
-    """Dynamic shared memory of a block that norms a row for q4local weights (``NormedRow``, the chain)."""
-    return (
-        copied_row_bytes(d) - 4 * _round_up(d // 32, 4) + 8 * _round_up(d // 32, 2) + 4 * (norm_terms(d) + 4)
-    )
+def stream_bytes(streams: int, pieces: int, piece_bytes: int) -> int:
+    """Dynamic shared memory for the weights on their way to a block (``Q4Stream``)."""
+    return _round_up(8 * streams * pieces, 16) + streams * pieces * piece_bytes
+
+
+def split_row_bytes(k: int) -> int:
+    """Dynamic shared memory of an a8 row for streamed weights (``SplitRow``)."""
+    return k + 8 * (k // 32 + 40)
 
 
 def copied_row_bytes(k: int) -> int:
-    """Dynamic shared memory of an a8 row for q4local weights (``CopiedRow``)."""
+    """Dynamic shared memory of a copied a8 row for other forms."""
     return k + 2 * 4 * _round_up(k // 32, 4)
 
 

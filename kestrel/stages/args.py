@@ -32,12 +32,26 @@ PrefetchRanges = _struct(
     ("start", ctypes.c_uint64 * PREFETCH_RANGES),
     ("bytes", ctypes.c_int64 * PREFETCH_RANGES),
 )
+StreamArgs = _struct(
+    "StreamArgs",
+    ("streams", ctypes.c_int32),
+    ("pieces", ctypes.c_int32),
+    ("steps", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
+)
 NormA8Args = _struct("NormA8Args", ("norm", RmsNormArgs), ("a8", QuantizeA8Args))
-NormMatmulArgs = _struct("NormMatmulArgs", ("norm", RmsNormArgs), ("a8", QuantizeA8Args), ("mm", MatmulArgs))
+NormMatmulArgs = _struct(
+    "NormMatmulArgs",
+    ("norm", RmsNormArgs),
+    ("a8", QuantizeA8Args),
+    ("mm", MatmulArgs),
+    ("stream", StreamArgs),
+)
 MatmulAddArgs = _struct(
     "MatmulAddArgs",
     ("mm", MatmulArgs),
     ("add", AddArgs),
+    ("stream", StreamArgs),
     ("staged", ctypes.c_int32),
     ("reserved", ctypes.c_int32),
 )
@@ -47,6 +61,7 @@ HeadArgs = _struct(
     ("a8", QuantizeA8Args),
     ("mm", MatmulArgs),
     ("argmax", ArgmaxArgs),
+    ("stream", StreamArgs),
     ("has_a8", ctypes.c_int32),
     ("reserved", ctypes.c_int32),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kestrel.launch import (
@@ -14,14 +14,19 @@ from kestrel.launch import (
     Tuning,
     copied_row_bytes,
     norm_shared_bytes,
-    normed_row_bytes,
-    q4_rows_bytes,
+    norm_terms,
+    split_row_bytes,
+    stream_bytes,
+    stream_piece_bytes,
 )
 from kestrel.ops import Op, WType
-from kestrel.stages.args import HeadArgs, MatmulAddArgs, NormA8Args, NormMatmulArgs
+from kestrel.stages.args import HeadArgs, MatmulAddArgs, NormA8Args, NormMatmulArgs, StreamArgs
 from kestrel.stages.stage import Stage, ceil, names, rows_of, written
 
 HEAD_BLOCKS = 1024  # as in kernels/head.cu
+NORM_MATMUL_ROWS, MATMUL_ADD_ROWS, HEAD_ROWS = 4, 2, 4  # of a stream, as in the kernels
+MOST_STREAMS = 16  # warps of a block: kernels that stream have 64 registers
+PIECE_STEPS = 8  # of a row that does not stay whole
 
 
 def units(mm: Any, rows: int) -> int:
@@ -48,6 +53,34 @@ def weights_of(mm: Any) -> str:
 def loads_and_rows(form: str) -> tuple[int, int]:
     """Loads of a thread for a row, and rows of a warp."""
     return int(form[-3]), int(form[-1])
+
+
+def streams_of(mm: Any, rows: int, input_bytes: int, t: Tuning) -> tuple[int, int, Any] | None:
+    """Blocks, dynamic shared memory and ``StreamArgs`` for units of ``rows`` q4local rows; None: no room.
+
+    Units are dealt to one block of each multiprocessor, then to as few of its warps as need no more turns
+    than the most warps would. Where ``t.ring_bytes`` hold all weights of a block, every unit is one piece,
+    and all are asked for at once. Otherwise pieces are of eight steps, and warps so few that each has two.
+    """
+    found, steps = units(mm, rows), mm.w[0].k // 256
+    blocks = min(found, t.sms * t.stage_blocks)
+    each = ceil(found, blocks)
+    room = min(t.ring_bytes, t.shared_limit - STATIC_SHARED - input_bytes - 16)
+
+    def warps(most: int) -> int:
+        return ceil(each, ceil(each, max(1, min(most, t.streams, MOST_STREAMS))))
+
+    streams = warps(each)
+    pieces = ceil(each, streams)
+    if streams * pieces * (stream_piece_bytes(rows, steps) + 8) > room:
+        steps = min(steps, PIECE_STEPS)
+        piece = stream_piece_bytes(rows, steps) + 8
+        streams = warps(room // (2 * piece))
+        pieces = max(1, room // (streams * piece))
+    shared = stream_bytes(streams, pieces, stream_piece_bytes(rows, steps)) + input_bytes
+    if not _fits(shared, t):
+        return None
+    return blocks, shared, StreamArgs(streams=streams, pieces=pieces, steps=steps)
 
 
 def form_of(mm: Any, forms: Sequence[str], warps: int, weights: str) -> str:
@@ -78,20 +111,14 @@ def _fits(shared: int, t: Tuning) -> bool:
     return shared <= t.shared_limit - STATIC_SHARED
 
 
-def _form(mm: Any, forms: Sequence[str], warps: int, t: Tuning, row: Callable[[str], int]) -> tuple[str, int]:
-    """The form, and its dynamic shared memory: ``row`` is that of the input, by what the form is for."""
-    for weights in dict.fromkeys((weights_of(mm), "any")):
-        form = form_of(mm, forms, warps, weights)
-        shared = row(form)
-        if form.startswith("q4_"):
-            shared += q4_rows_bytes(t.stage_warps, mm.w[0].k, *loads_and_rows(form))
-        if _fits(shared, t):
-            break
-    return form, shared
+def _normed_row_bytes(d: int) -> int:
+    """Dynamic shared memory of a block that norms a row for streamed weights (``SplitRow``, the chain)."""
+    return split_row_bytes(d) + 4 * (norm_terms(d) + 4)
 
 
-def _normed(d: int, form: str) -> int:
-    return normed_row_bytes(d) if form.startswith("q4_") else norm_shared_bytes(d)
+def _norm_warps(d: int, streams: int, t: Tuning) -> int:
+    """Warps of a block that norms a row and streams; a thread norms eight elements at a time."""
+    return max(streams, min(max(ceil(d, 256), t.stage_warps), MOST_STREAMS))
 
 
 def norm(ops: Sequence[Op], t: Tuning) -> Stage | None:
@@ -110,15 +137,40 @@ def norm(ops: Sequence[Op], t: Tuning) -> Stage | None:
     if norm.M == 1 and joined:
         mm: Any = ops[2].args
         if mm.xq == a8.q and mm.M == 1:
-            most = _most_blocks(mm, t)
-            warps = most * t.stage_warps
-            form, shared = _form(mm, NORM_MATMUL_FORMS, warps, t, lambda form: _normed(norm.d, form))
-            args = NormMatmulArgs(norm, a8, mm)
-            grid = (min(units(mm, loads_and_rows(form)[1]), most), 1, 1)
-            launch = Launch(f"k_norm_matmul_{form}", grid, (threads, 1, 1), shared, args)
+            launch = _norm_matmul_q4(norm, a8, mm, t)
+            if launch is None:
+                most = _most_blocks(mm, t)
+                form = form_of(mm, NORM_MATMUL_FORMS, most * t.stage_warps, "any")
+                grid = (min(units(mm, loads_and_rows(form)[1]), most), 1, 1)
+                args = NormMatmulArgs(norm, a8, mm)
+                launch = Launch(f"k_norm_matmul_{form}", grid, (threads, 1, 1), shared, args)
             return Stage(ops[:3], [launch], written(ops[:3]))
     launch = Launch("k_norm_a8", (norm.M, 1, 1), (threads, 1, 1), shared, NormA8Args(norm, a8))
     return Stage(ops[:2], [launch], written(ops[:2]))
+
+
+def _norm_matmul_q4(norm: Any, a8: Any, mm: Any, t: Tuning) -> Launch | None:
+    if weights_of(mm) != "q4":
+        return None
+    found = streams_of(mm, NORM_MATMUL_ROWS, _normed_row_bytes(norm.d), t)
+    if found is None:
+        return None
+    blocks, shared, stream = found
+    warps = _norm_warps(norm.d, stream.streams, t)
+    args = NormMatmulArgs(norm, a8, mm, stream)
+    return Launch("k_norm_matmul_q4", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+
+
+def _matmul_add_q4(mm: Any, add: Any, t: Tuning) -> Launch | None:
+    if weights_of(mm) != "q4":
+        return None
+    found = streams_of(mm, MATMUL_ADD_ROWS, split_row_bytes(mm.w[0].k), t)
+    if found is None:
+        return None
+    blocks, shared, stream = found
+    warps = max(stream.streams, min(t.stage_warps, MOST_STREAMS))
+    args = MatmulAddArgs(mm, add, stream, 1)
+    return Launch("k_matmul_add_q4", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
 
 
 def matmul_add(ops: Sequence[Op], t: Tuning) -> Stage | None:
@@ -128,22 +180,19 @@ def matmul_add(ops: Sequence[Op], t: Tuning) -> Stage | None:
     mm, add = ops[0].args, ops[1].args
     if mm.M != 1 or add.y != mm.y or add.n != rows_of(mm) or any(mm.w[i].k % 32 for i in range(mm.n_w)):
         return None
+    launch = _matmul_add_q4(mm, add, t) or _matmul_add_any(mm, add, t)
+    return Stage(ops[:2], [launch], written(ops[:2]))
+
+
+def _matmul_add_any(mm: Any, add: Any, t: Tuning) -> Launch:
     most = _most_blocks(mm, t)
     k = mm.w[0].k
-    any_row = (copied_row_bytes(k) if mm.xq else 0) + (4 * k if _reads_bf16(mm) else 0)
-    form, shared = _form(
-        mm,
-        MATMUL_ADD_FORMS,
-        most * t.stage_warps,
-        t,
-        lambda form: copied_row_bytes(k) if form.startswith("q4_") else any_row,
-    )
-    staged = _fits(shared, t)
-    args = MatmulAddArgs(mm, add, int(staged))
-    block = (32 * t.stage_warps, 1, 1)
+    row = (copied_row_bytes(k) if mm.xq else 0) + (4 * k if _reads_bf16(mm) else 0)
+    form = form_of(mm, MATMUL_ADD_FORMS, most * t.stage_warps, "any")
+    staged = _fits(row, t)
+    args = MatmulAddArgs(mm, add, staged=int(staged))
     grid = (min(units(mm, loads_and_rows(form)[1]), most), 1, 1)
-    launch = Launch(f"k_matmul_add_{form}", grid, block, shared if staged else 0, args)
-    return Stage(ops[:2], [launch], written(ops[:2]))
+    return Launch(f"k_matmul_add_{form}", grid, (32 * t.stage_warps, 1, 1), row if staged else 0, args)
 
 
 def _reads_bf16(mm: Any) -> bool:
@@ -172,7 +221,20 @@ def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     if not fits or not _fits(norm_shared_bytes(norm.d), t):
         return None
-    form, shared = _form(mm, HEAD_FORMS, 1, t, lambda form: _normed(norm.d, form))
-    grid = (min(units(mm, loads_and_rows(form)[1]), t.sms * t.head_blocks, HEAD_BLOCKS), 1, 1)
-    launch = Launch(f"k_head_{form}", grid, (32 * t.stage_warps, 1, 1), shared, args)
+    launch = _head_q4(args, t)
+    if launch is None:
+        form = form_of(mm, HEAD_FORMS, 1, weights if (weights := weights_of(mm)) != "q4" else "any")
+        grid = (min(units(mm, loads_and_rows(form)[1]), t.sms * t.head_blocks, HEAD_BLOCKS), 1, 1)
+        launch = Launch(f"k_head_{form}", grid, (32 * t.stage_warps, 1, 1), norm_shared_bytes(norm.d), args)
     return Stage(ops[:count], [launch], written(ops[:count]))
+
+
+def _head_q4(args: Any, t: Tuning) -> Launch | None:
+    if weights_of(args.mm) != "q4":
+        return None
+    found = streams_of(args.mm, HEAD_ROWS, _normed_row_bytes(args.norm.d), t)
+    if found is None or found[0] > HEAD_BLOCKS:
+        return None
+    blocks, shared, args.stream = found
+    warps = _norm_warps(args.norm.d, args.stream.streams, t)
+    return Launch("k_head_q4", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)

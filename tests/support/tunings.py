@@ -29,6 +29,8 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "stage_warps": (1, 4),
     "stage_blocks": (2, 3),
     "stage_bytes": (1, 100),
+    "streams": (1, 3),
+    "ring_bytes": (1, 20_000),
     "head_blocks": (1, 3),
     "router_rows": (1, 3),
     "gate_up_warps": (1, 5),

@@ -1,0 +1,235 @@
+// q4local rows of the stages around one matrix as a stream: every warp has a ring of shared memory in which bulk copies
+// keep pieces of its rows on their way, across rows and matrices, from before the stage's input is there. A warp takes
+// ROWS rows side by side, eight lanes to a row, each lane one of the eight sums of contract section 3 from its first group
+// to its last. With fewer rows than the warp has slots of eight lanes, the slots of a row compute its steps (a step is
+// eight groups) in turn, and hand the terms to the first of them, which adds.
+#pragma once
+
+#include "block_norm.cuh"
+#include "warp_rows.cuh"
+
+// What a dot is too large by, as float: 1.0625 * 1.5 * 2^23, where it starts, and 8 times the sum of its input's codes.
+#define Q4_BIAS_BITS 0x4b4c0000u
+
+// An a8 row in shared memory, of whole steps. The halves of its groups lie apart, so that neighbouring lanes read
+// neighbouring words.
+struct SplitRow {
+    unsigned char *lo, *hi;  // i8[G][16]: elements 0..15 and 16..31 of each group
+    float2 *scale;           // f32[G + 40][2]: scale, and what a dot is too large by; room behind them that is read for nothing
+
+    // Memory behind it is returned; kestrel/launch.py computes the same size.
+    DEVICE_MEMBER unsigned char *open(unsigned char *base, int k) {
+        lo = base;
+        hi = lo + k / 2;
+        scale = (float2 *)(hi + k / 2);
+        return (unsigned char *)(scale + k / 32 + 40);
+    }
+    DEVICE_MEMBER void put_scale(int g, float d, int gsum) const {
+        scale[g] = make_float2(d, f32_from_bits(Q4_BIAS_BITS + (unsigned)(8 * gsum)));
+    }
+    DEVICE_MEMBER int gsum(int g) const { return (int)(f32_bits(scale[g].y) - Q4_BIAS_BITS) / 8; }
+
+    // Eight codes of a norm, block b of eight; all lanes of a warp call it, for neighbouring blocks.
+    DEVICE_MEMBER void put(int b, const A8Eight &eight, bool there) const {
+        const int sum = group_sum_s32(eight.sum, 4);
+        if (!there) return;
+        ((uint2 *)((b & 2 ? hi : lo) + b / 4 * 16))[b % 2] = eight.codes;
+        if (b % 4 == 0) put_scale(b / 4, eight.d, sum);
+    }
+    // The row that another kernel left in global memory, by the whole block; there after copy_wait_all and a barrier.
+    // `from` is mm.xq + 16 * threadIdx.x.
+    DEVICE_MEMBER void copy(const MatmulArgs &mm, const signed char *from, int k) const {
+        unsigned char *to = (threadIdx.x & 1 ? hi : lo) + threadIdx.x / 2 * 16;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < k / 16; i += blockDim.x) {
+            copy_async_16(to, from);
+            from += 16 * blockDim.x;
+            to += 8 * blockDim.x;
+        }
+#pragma unroll 1
+        for (int g = threadIdx.x; g < k / 32; g += blockDim.x) put_scale(g, load_l2(mm.xd + g), load_l2(mm.gsum + g));
+    }
+};
+
+// (f32)dot of a group: high nibbles stay where they are, 16 times too large. The integers grow in the low bits of floats,
+// where nothing rounds.
+DEVICE float q4_stream_dot(uint4 c, uint4 lo, uint4 hi, float bias) {
+    const unsigned low = 0x0f0f0f0fu, high = 0xf0f0f0f0u;
+    int sixteen = 0x4b400000, one = 0x4b400000;
+    sixteen = dot_u8_s8(c.x & high, hi.x, sixteen);
+    one = dot_u8_s8(c.x & low, lo.x, one);
+    sixteen = dot_u8_s8(c.y & high, hi.y, sixteen);
+    one = dot_u8_s8(c.y & low, lo.y, one);
+    sixteen = dot_u8_s8(c.z & high, hi.z, sixteen);
+    one = dot_u8_s8(c.z & low, lo.z, one);
+    sixteen = dot_u8_s8(c.w & high, hi.w, sixteen);
+    one = dot_u8_s8(c.w & low, lo.w, one);
+    return fma_f32(f32_from_bits((unsigned)sixteen), 0.0625f, f32_from_bits((unsigned)one)) - bias;
+}
+
+// Units of ROWS neighbouring rows are dealt to the blocks, then to the first `streams` warps of each. open(), begin(), which
+// may stand ahead of everything, then finish(), when the input is there; all warps call all three.
+template <int ROWS> struct Q4Stream {
+    static_assert(ROWS == 4 || ROWS == 2, "one slot of eight lanes to a row, or two");
+    static const int SLOTS = 4 / ROWS;                     // of eight lanes, for a row
+
+    unsigned char *ring;        // u8[pieces][ROWS][pitch]: of each row the codes, then the scales
+    unsigned long long *gates;  // of the copies: u64[pieces]
+    int groups, pieces;         // of a row; of the ring
+    int most, pitch;            // groups of a row in a piece; bytes from row to row: no two lanes meet in a bank
+    int unit, units, stride;    // this warp's first one, all, and from one of this warp to its next
+    int ask_unit, ask_group, ask_slot;  // what is asked for next: unit, first group, place in the ring
+    int ask_rows;                       // of that unit, which begin there:
+    const unsigned char *ask_codes;
+    const unsigned short *ask_scale;
+
+    // Memory behind what all streams need is returned; kestrel/launch.py computes the same size.
+    DEVICE_MEMBER unsigned char *open(unsigned char *base, const MatmulArgs &mm, const StreamArgs &plan, int block,
+                                      int blocks) {
+        // From one lane: the compiler sees that a warp stays together.
+        const int warp = __shfl_sync(FULL_WARP, warp_id(), 0);
+        const int streams = plan.streams;
+        groups = mm.w[0].k / 32;
+        pieces = plan.pieces;
+        most = 8 * plan.steps;
+        pitch = (18 * most + 128 - 128 / ROWS - 1) / 128 * 128 + 128 / ROWS;
+        gates = (unsigned long long *)base + warp * pieces;
+        base += (8 * streams * pieces + 15) / 16 * 16;
+        ring = base + warp * pieces * ROWS * pitch;
+        units = row_units(mm, ROWS);
+        unit = warp < streams ? warp * blocks + block : units;
+        stride = streams * blocks;
+        ask_unit = unit;
+        ask_group = ask_slot = 0;
+        return base + streams * pieces * ROWS * pitch;
+    }
+
+    DEVICE_MEMBER bool any() const { return unit < units; }
+    // A lane's place: row, group of a step, slot of its row.
+    DEVICE_MEMBER static int row() { return lane_id() % ROWS; }
+    DEVICE_MEMBER static int group() { return lane_id() / ROWS % 8; }
+    DEVICE_MEMBER static int slot() { return lane_id() / (8 * ROWS); }
+
+    // Fills the ring.
+    DEVICE_MEMBER void begin(const MatmulArgs &mm) {
+        if (!any()) return;
+#pragma unroll 1
+        for (int i = 0; i < pieces; i++) {
+            bulk_open(gates + i);
+            ask(mm);
+        }
+    }
+
+    DEVICE_MEMBER void ask(const MatmulArgs &mm) {
+        if (ask_unit >= units) return;
+        if (ask_group == 0) {
+            const RowUnit at = row_unit(mm, ask_unit, ROWS);
+            ask_rows = at.rows;
+            ask_codes = (const unsigned char *)at.w.codes + 16ll * at.n * groups;
+            ask_scale = at.w.scale + (long long)at.n * groups;
+        }
+        const int here = groups - ask_group < most ? groups - ask_group : most;
+        unsigned long long *const gate = gates + ask_slot;
+        unsigned char *const to = ring + ask_slot * ROWS * pitch;
+        bulk_expect(gate, ask_rows * here * 18);
+        const int r = row();
+        if (lane_id() < 2 * ROWS && r < ask_rows) {  // a lane to a row's codes, or to its scales
+            const bool codes = lane_id() < ROWS;
+            const int from = r * groups + ask_group;
+            bulk_copy_lane(to + r * pitch + (codes ? 0 : 16 * most),
+                           codes ? ask_codes + 16 * from : (const unsigned char *)(ask_scale + from),
+                           (codes ? 16 : 2) * here, gate);
+        }
+        ask_slot = ask_slot + 1 == pieces ? 0 : ask_slot + 1;
+        ask_group += here;
+        if (ask_group == groups) {
+            ask_group = 0;
+            ask_unit += stride;
+        }
+    }
+
+    // Adds `steps` steps of a piece to this lane's sum, of which the first slot's counts. What lies behind the steps is read
+    // and not used.
+    DEVICE_MEMBER float add(const unsigned char *piece, const SplitRow &in, int first, int steps, float acc) const {
+        const int step = slot(), g = first + 8 * step + group();
+        const unsigned char *codes = piece + row() * pitch + 16 * (8 * step + group());
+        const unsigned char *scales = piece + row() * pitch + 16 * most + 2 * (8 * step + group());
+        const uint4 *lo = (const uint4 *)in.lo + g, *hi = (const uint4 *)in.hi + g;
+        const float2 *scale = in.scale + g;
+#pragma unroll 1
+        for (int j = 0; j < steps; j += 2 * SLOTS) {
+            float dot[2], ws[2];
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+                const float2 by = scale[8 * SLOTS * u];
+                dot[u] = q4_stream_dot(*(const uint4 *)(codes + 128 * SLOTS * u), lo[8 * SLOTS * u], hi[8 * SLOTS * u], by.y);
+                ws[u] = half_to_float(*(const unsigned short *)(scales + 16 * SLOTS * u)) * by.x;
+            }
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+#pragma unroll
+                for (int s = 0; s < SLOTS; s++) {
+                    const float d = s == 0 ? dot[u] : __shfl_xor_sync(FULL_WARP, dot[u], 8 * ROWS);
+                    const float w = s == 0 ? ws[u] : __shfl_xor_sync(FULL_WARP, ws[u], 8 * ROWS);
+                    if (j + SLOTS * u + s < steps) acc = fma_f32(d, w, acc);
+                }
+            }
+            codes += 256 * SLOTS, scales += 32 * SLOTS;
+            lo += 16 * SLOTS, hi += 16 * SLOTS, scale += 16 * SLOTS;
+        }
+        return acc;
+    }
+
+    // hsum8 of a row; every lane of its first slot gets it.
+    DEVICE_MEMBER static float sum(float a) {
+        a = a + __shfl_xor_sync(FULL_WARP, a, 4 * ROWS);  // lo[k] = a[k] + a[k+4]
+        a = a + __shfl_xor_sync(FULL_WARP, a, ROWS);      // lo0 + lo1, lo2 + lo3
+        return a + __shfl_xor_sync(FULL_WARP, a, 2 * ROWS);
+    }
+
+    // out.open(at, row) is called ahead of a unit, of the first by the caller, out.close(at, row, sum) behind it: a lane
+    // with row < at.rows holds that row.
+    template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const SplitRow &in, Out &out) {
+        int at_slot = 0;
+        unsigned turn = 0;
+        for (; any(); unit += stride) {
+            float acc = 0.0f;
+#pragma unroll 1
+            for (int first = 0; first < groups; first += most) {
+                bulk_wait(gates + at_slot, turn);
+                acc = add(ring + at_slot * ROWS * pitch, in, first, (groups - first < most ? groups - first : most) / 8, acc);
+                __syncwarp();
+                ask(mm);
+                if (++at_slot == pieces) at_slot = 0, turn++;
+            }
+            const float mine = sum(acc);
+            const int stores = lane_id() < ROWS ? lane_id() : ROWS;
+            out.close(row_unit(mm, unit, ROWS), stores, mine);
+            if (unit + stride < units) out.open(row_unit(mm, unit + stride, ROWS), stores);
+        }
+    }
+    // The same of the first unit.
+    template <class Out> DEVICE_MEMBER void open_first(const MatmulArgs &mm, Out &out) const {
+        if (any()) out.open(row_unit(mm, unit, ROWS), lane_id() < ROWS ? lane_id() : ROWS);
+    }
+};
+
+// rms_norm and a8 of one row, whole steps, into `in`, and `part` of both to global memory, but for what store_groups stores.
+// Waits as norm_scale does; ends with a barrier.
+template <int C>
+DEVICE void norm_a8_row(const RmsNormArgs &norm, const QuantizeA8Args &a8, float *terms, const SplitRow &in, NormPart part) {
+    const int blocks = norm.d / 8;
+    norm_a8_eights<C>(norm, a8, 0, terms, part,
+                      [&](int b, const float *, const A8Eight &eight) { in.put(b, eight, b < blocks); });
+    __syncthreads();
+}
+
+// Scales and sums of `part`.
+DEVICE void store_groups(const QuantizeA8Args &a8, const SplitRow &in, NormPart part) {
+    const int end = part.end / 4 < a8.K / 32 ? part.end / 4 : a8.K / 32;
+#pragma unroll 1
+    for (int g = part.first / 4 + threadIdx.x; g < end; g += blockDim.x) {
+        a8.d[g] = in.scale[g].x;
+        a8.gsum[g] = in.gsum(g);
+    }
+}
