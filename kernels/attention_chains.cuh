@@ -162,152 +162,276 @@ DEVICE void unit_softmax_many(const UnitShared &sh, int HS, int count, int end) 
     if (lane == 0 && part + HS == UNIT_WARPS) sh.max[head] = m;
 }
 
-// Where the maximum of a head moved, of HPT heads from j0 on: positions to a bit, and the bits of the word that position t
-// is in.
-DEVICE int unit_moved_span(int HS) { return HS == 1 ? 1 : 2; }
-template <int HPT> DEVICE unsigned unit_moved(const UnitShared &sh, int HS, int j0, int t) {
-    if (HS == 1) return sh.moved[t / 32];
+// Where a maximum moved, of HPT heads from j0 on: the bits of the word that position t is in, two positions to a bit.
+template <int HPT> DEVICE unsigned unit_moved(const UnitShared &sh, int j0, int t) {
     unsigned bits = 0u;
 #pragma unroll
     for (int j = 0; j < HPT; j++) bits |= sh.moved[(j0 + j) * (CHUNK / 64) + t / 64];
     return bits;
 }
 
+// Bit i: the maximum of one of the HS heads moved within sixteen positions from 16 * i on; the bit behind those of `end`
+// positions is the last one set. All lanes of the warp call it.
+DEVICE unsigned unit_moved_sixteens(const UnitShared &sh, int HS, int end) {
+    const int i = lane_id() % (CHUNK / 16);
+    unsigned bits = 0u;
+    if (HS == 1) {
+        bits = ((const unsigned short *)sh.moved)[i];
+    } else {
+#pragma unroll 1
+        for (int j = 0; j < HS; j++) bits |= ((const unsigned char *)sh.moved)[j * (CHUNK / 16) + i];
+    }
+    const unsigned behind = 1u << (end / 16);
+    return (__ballot_sync(FULL_WARP, bits != 0u) & (behind - 1u)) | behind;
+}
+
 // Byte `i` of the word as the float it stands for: 2^23 + 128 + v, less the constant, both exact. A conversion of an
-// integer takes several times as long.
-DEVICE float value_float(unsigned word, int i) {
-    return f32_from_bits(__byte_perm(word, 0x4b000000u, 0x7440u + (unsigned)i)) - 8388736.0f;
+// integer takes several times as long. magic: value_magic(), 2^23 as bits, of which the compiler does not know that it is a
+// constant: it would spend the instruction's only immediate operand on it, and a register, filled anew each time, on `i`.
+DEVICE int value_magic() { return 0x4affffff + (int)blockDim.y; }
+DEVICE float value_float(unsigned word, int i, int magic) {
+    return f32_from_bits(__byte_perm(word, (unsigned)magic, 0x7440u + (unsigned)i)) - 8388736.0f;
 }
 
-DEVICE void load_four(const float *p, float *to) {
-    const float4 four = *(const float4 *)p;
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+DEVICE void load_eight_floats(const float *p, float *to) {
+    const float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
+    to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// What SIZE neighbouring positions add to an element of HPT heads: V, in rows of PITCH words to four positions, and the
-// weights.
-template <int HPT, int PITCH> struct ValueGroup {
-    static constexpr int SIZE = HPT == 4 ? 4 : 8;
-    unsigned x[SIZE / 4];  // four positions each
-    float w[HPT][SIZE];
+// The chain of an element of HPT heads, one or two, sixteen positions at a time. Few chains leave a multiprocessor idle most
+// of the time, so what counts is the latency of one: while eight positions are added, V of the next eight turns into floats,
+// and what is used up is read anew from behind. So at the end positions behind the last are read, too, and not used.
+template <int HPT, int PITCH> struct ValueChain {
+    float x[8], w[HPT][8], w2[HPT][8];  // V of the first eight positions; weights of the first and of the second eight
+    unsigned words[2], next[2];         // V of the second eight and of the eight behind them, as it is stored
+    int magic;                          // value_magic
 
-    // v: the element's word at the first of the positions; weights: f32[HPT, UNIT_PITCH] there
-    DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
+    DEVICE_MEMBER void convert(const unsigned *from, float *to) const {
 #pragma unroll
-        for (int i = 0; i < SIZE / 4; i++) {
-            x[i] = v[i * PITCH];
+        for (int i = 0; i < 8; i++) to[i] = value_float(from[i / 4], i % 4, magic);
+    }
+    DEVICE_MEMBER static void load_weights(const float *weights, float (*w)[8]) {
 #pragma unroll
-            for (int j = 0; j < HPT; j++) load_four(weights + j * UNIT_PITCH + 4 * i, w[j] + 4 * i);
+        for (int j = 0; j < HPT; j++) load_eight_floats(weights + j * UNIT_PITCH, w[j]);
+    }
+    // acc[j] = fma(w, x, acc[j] * c) in order; c is 1 where the maximum of a head did not move, which changes nothing.
+    template <bool MOVED>
+    DEVICE_MEMBER static void add(const float (*w)[8], const float *x, const float *factors, float *acc) {
+        float c[HPT][8];
+        if (MOVED) load_weights(factors, c);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+#pragma unroll
+            for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], x[i], MOVED ? acc[j] * c[j][i] : acc[j]);
         }
     }
-
-    // acc[j] = fma(w, v, acc[j] * c) in order; c is 1 where the maximum of a head did not move, which changes nothing. Four
-    // heads leave the products out where no maximum `moved`; for fewer a branch would take longer than they do.
-    DEVICE_MEMBER void add(bool moved, const float *factors, float *acc) const {
-        if (KESTREL_FAST || (HPT == 4 && !moved)) {  // the fast form has no c
-#pragma unroll
-            for (int i = 0; i < SIZE; i++) {
-                const float value = value_float(x[i / 4], i % 4);
-#pragma unroll
-                for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j]);
-            }
-            return;
-        }
-        float c[HPT][SIZE];
-#pragma unroll
-        for (int j = 0; j < HPT; j++) {
-#pragma unroll
-            for (int i = 0; i < SIZE; i += 4) load_four(factors + j * UNIT_PITCH + i, c[j] + i);
-        }
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            const float value = value_float(x[i / 4], i % 4);
-#pragma unroll
-            for (int j = 0; j < HPT; j++) acc[j] = fma_f32(w[j][i], value, acc[j] * c[j][i]);
-        }
+    // v: the element's word at the first position, rows of PITCH words to four; weights: f32[HPT, UNIT_PITCH] there
+    DEVICE_MEMBER void start(const unsigned *v, const float *weights) {
+        magic = value_magic();
+        const unsigned first[2] = {v[0], v[PITCH]};
+        convert(first, x);
+        load_weights(weights, w);
+        load_weights(weights + 8, w2);
+        words[0] = v[2 * PITCH], words[1] = v[3 * PITCH];
+        next[0] = v[4 * PITCH], next[1] = v[5 * PITCH];
+    }
+    // Adds sixteen positions; v, weights, factors: at the first of them.
+    template <bool MOVED>
+    DEVICE_MEMBER void step(const unsigned *v, const float *weights, const float *factors, float *acc) {
+        float x2[8];
+        convert(words, x2);
+        words[0] = v[6 * PITCH], words[1] = v[7 * PITCH];
+        add<MOVED>(w, x, factors, acc);
+        load_weights(weights + 16, w);
+        convert(next, x);
+        next[0] = v[8 * PITCH], next[1] = v[9 * PITCH];
+        add<MOVED>(w2, x2, factors + 8, acc);
+        load_weights(weights + 24, w2);
     }
 };
 
 // acc[j] of the element of word `at` of HPT heads, the first of them j0, over positions begin .. end - 1, both multiples of
-// UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies behind the
-// arrays of the chunk is read, too, and not used.
+// UNIT_STEP; moved: of unit_moved_sixteens.
 template <int HPT, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int HS, int at, int j0, int begin, int end, float *acc) {
-    typedef ValueGroup<HPT, PITCH> Group;
-    constexpr int SIZE = Group::SIZE, FOURS = SIZE / 4;
+DEVICE void unit_chain(const UnitShared &sh, int at, int j0, int begin, [[maybe_unused]] int end,
+                       [[maybe_unused]] unsigned moved, float *acc) {
     const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
     const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
-    const int span = unit_moved_span(HS), each = SIZE / span;
-    unsigned moved = 0u;
+    ValueChain<HPT, PITCH> chain;
+    chain.start(v, w);
 #pragma unroll
     for (int j = 0; j < HPT; j++) acc[j] = 0.0f;
-    Group even, odd;
+#if KESTREL_FAST
+#pragma unroll 1
+    for (int t = begin; t < end; t += 16, v += 4 * PITCH, w += 16) chain.template step<false>(v, w, c, acc);
+#else
+#pragma unroll 1
+    for (;;) {
+#pragma unroll 1
+        for (; (moved & 1u) == 0u; moved >>= 1, v += 4 * PITCH, w += 16, c += 16) chain.template step<false>(v, w, c, acc);
+        if (moved == 1u) break;
+        chain.template step<true>(v, w, c, acc);
+        moved >>= 1, v += 4 * PITCH, w += 16, c += 16;
+    }
+#endif
+}
+
+// What four neighbouring positions add to EACH neighbouring elements of four heads: V, in rows of PITCH words to four
+// positions, and the weights. Here instructions count, not latency: the heads share the conversion of V, the elements the
+// weights.
+template <int EACH, int PITCH> struct ValueGroup {
+    unsigned x[EACH];
+    float w[4][4];
+
+    DEVICE_MEMBER static void load_weights(const float *weights, float (*w)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float4 four = *(const float4 *)(weights + j * UNIT_PITCH);
+            w[j][0] = four.x, w[j][1] = four.y, w[j][2] = four.z, w[j][3] = four.w;
+        }
+    }
+    // v: the first element's word at the four positions; weights: f32[4, UNIT_PITCH] there
+    DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
+        if (EACH == 2) {
+            const uint2 both = *(const uint2 *)v;
+            x[0] = both.x, x[EACH - 1] = both.y;
+        } else {
+            x[0] = *v;
+        }
+        load_weights(weights, w);
+    }
+    // acc[j] = fma(w, v, acc[j] * c) in order, without the products where no maximum `moved`.
+    DEVICE_MEMBER void add(bool moved, const float *factors, int magic, float (*acc)[EACH]) const {
+        float c[4][4];
+        if (!KESTREL_FAST && moved) {
+            load_weights(factors, c);
+            add_four<true>(c, magic, acc);
+        } else {
+            add_four<false>(c, magic, acc);
+        }
+    }
+    template <bool MOVED> DEVICE_MEMBER void add_four(const float (*c)[4], int magic, float (*acc)[EACH]) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int e = 0; e < EACH; e++) {
+                const float value = value_float(x[e], i, magic);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    acc[j][e] = fma_f32(w[j][i], value, MOVED ? acc[j][e] * c[j][i] : acc[j][e]);
+            }
+        }
+    }
+};
+
+// acc[j] of EACH elements from word `at` of four heads, the first of them j0, over positions begin .. end - 1, both
+// multiples of UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies
+// behind the arrays of the chunk is read, too, and not used.
+template <int EACH, int PITCH>
+DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float (*acc)[EACH]) {
+    const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
+    const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
+    unsigned moved = 0u;
+    const int magic = value_magic();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) acc[j][e] = 0.0f;
+    }
+    ValueGroup<EACH, PITCH> even, odd;
     even.load(v, w);
 #pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += 2 * SIZE) {
-        if (t0 % (32 * span) == 0) moved = unit_moved<HPT>(sh, HS, j0, t0);
-        odd.load(v + FOURS * PITCH, w + SIZE);
-        even.add((moved & ((1u << each) - 1u)) != 0u, c, acc);
-        v += 2 * FOURS * PITCH;
-        w += 2 * SIZE;
+    for (int t0 = begin; t0 < end; t0 += 8) {
+        if (!KESTREL_FAST && t0 % 64 == 0) moved = unit_moved<4>(sh, j0, t0);
+        odd.load(v + PITCH, w + 4);
+        even.add((moved & 3u) != 0u, c, magic, acc);
+        v += 2 * PITCH;
+        w += 8;
         even.load(v, w);
-        odd.add((moved >> each & ((1u << each) - 1u)) != 0u, c + SIZE, acc);
-        c += 2 * SIZE;
-        moved >>= 2 * each;
+        odd.add((moved & 12u) != 0u, c + 4, magic, acc);
+        c += 8;
+        moved >>= 4;
     }
 }
 
-// The sum of exponentials of head j of the unit over `end` positions, in order.
-DEVICE float unit_sum(const UnitShared &sh, int HS, int j, int end) {
-    const float *const p = sh.p + j * UNIT_PITCH, *const c = sh.c + j * UNIT_PITCH;  // f32[UNIT_PITCH]
-    const int each = 16 / unit_moved_span(HS);
-    float l = 0.0f;
-    unsigned moved = 0u;
-#pragma unroll 1
-    for (int t0 = 0; t0 < end; t0 += 16) {
-        if (t0 % (512 / each) == 0) moved = unit_moved<1>(sh, HS, j, t0);
-        if ((moved & ((1u << each) - 1u)) == 0u) {
-            l = ordered_sum(p + t0, 16, l);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                l *= c[t0 + i];  // 1 where the maximum did not move
-                l += p[t0 + i];
-            }
+#if !KESTREL_FAST
+// Sixteen terms of a sum of exponentials; those of the next sixteen are read behind them.
+struct SumChain {
+    float p[8], p2[8];
+
+    template <bool MOVED> DEVICE_MEMBER void step(const float *next, const float *factors, float &l) {
+        float c[16];
+        if (MOVED) {
+            load_eight_floats(factors, c);
+            load_eight_floats(factors + 8, c + 8);
         }
-        moved >>= each;
+#pragma unroll
+        for (int i = 0; i < 8; i++) l = (MOVED ? l * c[i] : l) + p[i];
+        load_eight_floats(next, p);
+#pragma unroll
+        for (int i = 0; i < 8; i++) l = (MOVED ? l * c[8 + i] : l) + p2[i];
+        load_eight_floats(next + 8, p2);
+    }
+};
+
+// The sum of exponentials of head j of the unit, in order; moved: of unit_moved_sixteens.
+DEVICE float unit_sum(const UnitShared &sh, int j, unsigned moved) {
+    const float *p = sh.p + j * UNIT_PITCH, *c = sh.c + j * UNIT_PITCH;  // f32[UNIT_PITCH]
+    SumChain chain;
+    load_eight_floats(p, chain.p);
+    load_eight_floats(p + 8, chain.p2);
+    float l = 0.0f;
+#pragma unroll 1
+    for (;;) {
+#pragma unroll 1
+        for (; (moved & 1u) == 0u; moved >>= 1, p += 16, c += 16) chain.step<false>(p + 16, c, l);
+        if (moved == 1u) break;
+        chain.step<true>(p + 16, c, l);
+        moved >>= 1, p += 16, c += 16;
     }
     return l;
 }
-
-// One element of HPT heads to to[j * pitch], heads past `heads` left out; at: its word.
-template <int HPT, int PITCH>
-DEVICE void unit_element(const UnitShared &sh, int HS, int at, int j0, int begin, int end, float *to, int pitch, int heads) {
-    float acc[HPT];
-    unit_values<HPT, PITCH>(sh, HS, at, j0, begin, end, acc);
-#pragma unroll
-    for (int j = 0; j < HPT; j++) {
-        if (j0 + j < heads) *to = acc[j];
-        to += pitch;
-    }
-}
+#endif
 
 // The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
-// one is the thread-th: a thread to an element of as few heads as leave work for all.
+// one is the thread-th: as many heads and elements to a thread as leave work for four warps. The calls are of whole warps.
 template <int PITCH>
-DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, float *to, int pitch, int heads, int thread,
-                          int threads) {
-    const int each = HS == 1 || HS * hd <= threads ? 1 : HS == 2 || HS * hd <= 2 * threads ? 2 : 4;  // heads of a thread
+DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, unsigned moved, float *to, int pitch,
+                          int heads, int thread, int threads) {
+    const int all = HS * hd, each = HS == 1 || all < 256 ? 1 : HS == 2 || all < 512 ? 2 : 4;  // heads of a thread
+    const bool two = HS == 8 && all >= 1024;                                                  // elements of a thread
+    const int row = two ? hd / 2 : hd;                                                        // items of `each` heads
+    int j0 = 0, in_row = thread;
 #pragma unroll 1
-    for (int item = thread; item < HS / each * hd; item += threads) {
-        const int part = item < hd ? 0 : item / hd, j0 = part * each, at = item - part * hd;
-        float *const first = to + j0 * pitch + unit_element_at(at, hd);
-        if (each == 1)
-            unit_element<1, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
-        else if (each == 2)
-            unit_element<2, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
-        else
-            unit_element<4, PITCH>(sh, HS, at, j0, begin, end, first, pitch, heads);
+    for (;; in_row += threads) {
+#pragma unroll 1
+        for (; in_row >= row; in_row -= row) j0 += each;
+        if (j0 >= HS) break;
+        const int at = two ? 2 * in_row : in_row;
+        float *first = to + j0 * pitch + unit_element_at(at, hd);
+        if (each == 1) {
+            float acc[1];
+            unit_chain<1, PITCH>(sh, at, j0, begin, end, moved, acc);
+            if (j0 < heads) *first = acc[0];
+        } else if (each == 2) {
+            float acc[2];
+            unit_chain<2, PITCH>(sh, at, j0, begin, end, moved, acc);
+            if (j0 < heads) first[0] = acc[0];
+            if (j0 + 1 < heads) first[pitch] = acc[1];
+        } else if (!two) {
+            float acc[4][1];
+            unit_values<1, PITCH>(sh, at, j0, begin, end, acc);
+#pragma unroll
+            for (int j = 0; j < 4; j++, first += pitch)
+                if (j0 + j < heads) *first = acc[j][0];
+        } else {
+            float acc[4][2];
+            unit_values<2, PITCH>(sh, at, j0, begin, end, acc);
+#pragma unroll
+            for (int j = 0; j < 4; j++, first += pitch)
+                if (j0 + j < heads) *(float2 *)first = make_float2(acc[j][0], acc[j][1]);
+        }
     }
 }
 
@@ -319,12 +443,13 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
 #if KESTREL_FAST
     if (HS * hd <= UNIT_THREADS / 2) {  // too few elements for the block: two halves of the positions, in the place of c
         const int half = UNIT_THREADS / 2, part = threadIdx.x / half, cut = end / (2 * UNIT_STEP) * UNIT_STEP;
-        unit_elements<PITCH>(sh, HS, hd, part * cut, part == 0 ? cut : end, sh.c + part * half, hd, HS, threadIdx.x % half, half);
+        unit_elements<PITCH>(sh, HS, hd, part * cut, part == 0 ? cut : end, 0u, sh.c + part * half, hd, HS,
+                             threadIdx.x % half, half);
         __syncthreads();
         for (int i = threadIdx.x; i < u.heads * hd; i += UNIT_THREADS)
             states[i / hd * pitch + i % hd] = sh.c[i] + sh.c[half + i];
     } else {
-        unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
+        unit_elements<PITCH>(sh, HS, hd, 0, end, 0u, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     }
     for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
         float l = 0.0f;
@@ -333,9 +458,10 @@ DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit
         if (lane_id() == 0) states[j * pitch + hd + 1] = l;
     }
 #else
-    unit_elements<PITCH>(sh, HS, hd, 0, end, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
+    const unsigned moved = unit_moved_sixteens(sh, HS, end);
+    unit_elements<PITCH>(sh, HS, hd, 0, end, moved, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
-    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, HS, j, end);
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, j, moved);
 #endif
     const int k = (int)threadIdx.x - 5 * 32;  // of a warp that has less to do
     if (k >= 0 && k < u.heads) states[k * pitch + hd] = sh.max[k];

@@ -31,7 +31,7 @@ struct UnitShared {
     // Where K was, once the scores are made:
     float *w;              // f32[HS, UNIT_PITCH]: p * vs
     float *c;              // f32[HS, UNIT_PITCH]: rescale factor, 1 where the maximum did not move
-    float *p;              // f32[HS, UNIT_PITCH]: exponentials
+    float *p;              // f32[HS, UNIT_PITCH]: exponentials; sixteen floats behind them are read, too
 };
 
 DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
@@ -117,7 +117,7 @@ DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, 
 // Where four positions of an element lie together: in rows of 4 * pitch bytes, one for each four positions, word `at`
 // holds element (at % (hd/4)) / 4 * 16 + at / (hd/4) * 4 + at % 4. An order in which the transposition meets no bank twice.
 DEVICE int unit_element_at(int at, int hd) {
-    const int quarter = hd / 4, which = at / quarter;
+    const int quarter = hd / 4, which = (at >= quarter) + (at >= 2 * quarter) + (at >= 3 * quarter);
     return (at - which * quarter) / 4 * 16 + which * 4 + at % 4;
 }
 DEVICE int unit_word_of(int e, int hd) { return e % 16 / 4 * (hd / 4) + e / 16 * 4 + e % 4; }
