@@ -7,117 +7,131 @@
 #include "expert_rows.cuh"
 #include "router.cuh"
 
+// The experts of the ranks below `count`, at most T, by the calling warp alone where it can be done by one (by_warp): lane t
+// has the expert of rank t.
+DEVICE bool warp_can_choose(const RouterTopkArgs &a) { return a.E <= WARP_CHOOSE_EXPERTS && a.T <= WARP_CHOOSE_RANKS; }
+
 // ---- choice, gate, up, SwiGLU, a8 ----
 
-// A unit is one group of 32 elements of h of one chosen expert: 32 rows of gate and 32 of up, in eight quads of four rows of
-// each. Blocks take units in turn; in a block warp w takes quads w, w + warps, ..., and one more warp makes h of a unit
-// while the others go on. warps: a power of two, at most 8.
+// A unit is one group of 32 elements of h of one chosen expert: 32 rows of gate and 32 of up. They travel in four parts of
+// eight rows of each, with a gate to a part, and are computed in eight quads of four rows of each. Blocks take units in
+// turn and have `slots` of them in flight; in a block warp w takes quads w, w + warps, ..., and one more warp asks for the
+// rows and makes h of a unit while the others go on. warps: a power of two, at most 8.
 #define UNIT_QUADS 8
+#define UNIT_PARTS 4
 
-// Where the rows of a quad lie in shared memory: u8[2][4][G][16] codes of gate and up, then f16[2][4][scale_pitch / 2].
-struct QuadShape {
-    int groups, scale_pitch;  // of a row; bytes from row to row: no two slots meet in a bank
+// Where the rows of a part lie in shared memory: u8[2][8][G][16] codes of gate and up, then f16[2][8][G].
+struct PartShape {
+    int groups;  // of a row
 
-    DEVICE_MEMBER explicit QuadShape(int groups) : groups(groups), scale_pitch(2 * groups + 16) {}
-    DEVICE_MEMBER int code_bytes() const { return 128 * groups; }
-    DEVICE_MEMBER int bytes() const { return code_bytes() + 8 * scale_pitch; }  // kestrel/stages/moe.py: the same
+    DEVICE_MEMBER int bytes() const { return 288 * groups; }  // kestrel/stages/moe.py: the same
 
-    // Asks for the rows whose groups begin at g of both matrices: a lane to a piece.
-    DEVICE_MEMBER void ask(const Weight *w, long long g, unsigned char *to, unsigned long long *gate) const {
-        const int lane = lane_id();
-        bulk_expect(gate, 8 * 18 * groups);
-        if (lane < 2)
-            bulk_copy_lane(to + lane * 64 * groups, (const unsigned char *)w[lane].codes + 16 * g, 64 * groups, gate);
-        else if (lane < 10)
-            bulk_copy_lane(to + code_bytes() + (lane - 2) * scale_pitch,
-                           w[lane < 6 ? 0 : 1].scale + g + (lane - 2) % 4 * groups, 2 * groups, gate);
-    }
-
-    // This lane's sums of its slot's gate and up row, of whole steps.
-    DEVICE_MEMBER void sums(const unsigned char *rows, const StagedRow &in, float *acc) const {
-        const int slot = lane_id() / 8, l = lane_id() % 8;
-        const uint4 *const codes = (const uint4 *)rows + slot * groups;
-        const unsigned char *const scale = rows + code_bytes() + slot * scale_pitch;
+    // This lane's sums of its slot's gate and up row in a quad (0 or 1) of the part.
+    DEVICE_MEMBER void sums(const unsigned char *part, int quad, const StagedRow &in, float *acc) const {
+        const int row = (4 * quad + lane_id() / 8) * groups;
+        const uint4 *const codes = (const uint4 *)part + row;
+        const unsigned short *const scale = (const unsigned short *)(part + 256 * groups) + row;
         acc[0] = acc[1] = 0.0f;
 #pragma unroll 2
-        for (int g = l; g < groups; g += 8) {
+        for (int g = lane_id() % 8; g < groups; g += 8) {
             const int bias = q4_bias(in.gsum[g]);
             const uint4 lo = in.lo[g], hi = in.hi[g];
             const float d = in.d[g];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float ws = half_to_float(*(const unsigned short *)(scale + 4 * i * scale_pitch + 2 * g)) * d;
-                acc[i] = fma_f32(q4_dot(codes[4 * i * groups + g], lo, hi, bias), ws, acc[i]);
+                const float ws = half_to_float(scale[8 * i * groups + g]) * d;
+                acc[i] = fma_f32(q4_dot(codes[8 * i * groups + g], lo, hi, bias), ws, acc[i]);
             }
         }
     }
 };
 
-// Dynamic shared: StagedRow, f32[2, 2, 32] sums of a unit's gate and up rows (units in turn), u64[warps, a.slots] gates,
-// ChoiceShared, u8[warps, a.slots] quads.
+// Dynamic shared: StagedRow, f32[2, 2, 32] sums of a unit's gate and up rows (units in turn), u64[a.slots, UNIT_PARTS] gates,
+// ChoiceShared, u8[a.slots, UNIT_PARTS] parts.
 DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
-    const int warps = warp_count() - 1, warp = __shfl_sync(FULL_WARP, warp_id(), 0), slots = a.slots;
-    const QuadShape quad(a.mm.w[0].k / 32);
+    const int warps = warp_count() - 1, warp = __shfl_sync(FULL_WARP, warp_id(), 0), lane = lane_id(), slots = a.slots;
+    const PartShape shape = {a.mm.w[0].k / 32};
     StagedRow in;
-    in.open(shared, quad.groups);
-    float *const sums = (float *)(shared + StagedRow::bytes(quad.groups));
-    unsigned long long *const gates = (unsigned long long *)(sums + 128) + warp * slots;
-    unsigned char *const rest = (unsigned char *)(sums + 128) + (8 * warps * slots + 15) / 16 * 16;
-    const ChoiceShared choice = choice_shared(rest, a.topk.E, a.topk.T);
-    unsigned char *const ring = rest + choice_shared_bytes(a.topk.E, a.topk.T) + warp * slots * quad.bytes();
-    const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert, each = UNIT_QUADS / warps;
+    in.open(shared, shape.groups);
+    float *const sums = (float *)(shared + StagedRow::bytes(shape.groups));
+    unsigned long long *const gates = (unsigned long long *)(sums + 128);
+    const ChoiceShared choice = choice_shared((unsigned char *)(gates + slots * UNIT_PARTS), a.topk.E, a.topk.T);
+    unsigned char *const ring = (unsigned char *)(gates + slots * UNIT_PARTS) + choice_shared_bytes(a.topk.E, a.topk.T);
+    const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert;
     const int mine = block < units ? (units - 1 - block) / blocks + 1 : 0;  // units of this block
-    const int items = warp < warps ? mine * each : 0;                        // quads of this warp
-    for (int s = 0; s < slots && warp < warps; s++) bulk_open(gates + s);
+    const bool by_warp = warp_can_choose(a.topk);
+    if (warp == warps) {
+        for (int i = 0; i < slots * UNIT_PARTS; i++) bulk_open(gates + i);
+    }
     touch_exp_table();
     wait_for_previous();
     start_next();
-    in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, quad.groups);
-    block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-    // Item i is quad warp + i % each * warps of the block's unit i / each.
-    int unit = block, turn = 0;  // of the item to be asked for
-    auto ask = [&](int slot) {
-        const int rank = (int)((unsigned)unit / (unsigned)per_expert), part = unit - rank * per_expert;
-        const long long row = (long long)choice.ids[rank] * a.swiglu.F + 32 * part + 4 * (warp + turn * warps);
-        quad.ask(a.mm.w, row * quad.groups, ring + slot * quad.bytes(), gates + slot);
-        if (++turn == each) turn = 0, unit += blocks;
+    int ids = 0;
+    if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
+    // Asks for unit u of the block: a lane to a piece, four pieces to a part.
+    auto ask = [&](int u, int slot) {
+        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert);
+        const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
+        const int part = lane / 4, which = lane % 2;
+        if (lane < 4 * UNIT_PARTS) {
+            const long long row = (long long)expert * a.swiglu.F + 32 * (unit - rank * per_expert) + 8 * part;
+            unsigned char *const to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
+            unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
+            if (lane % 4 == 0) bulk_expect_lane(gate, shape.bytes());
+            const long long g = row * shape.groups;
+            const bool scales = lane % 4 >= 2;
+            const int bytes = (scales ? 16 : 128) * shape.groups;
+            const unsigned char *const from = scales ? (const unsigned char *)(a.mm.w[which].scale + g)
+                                                     : (const unsigned char *)a.mm.w[which].codes + 16 * g;
+            bulk_copy_lane(to + (scales ? 256 * shape.groups : 0) + which * bytes, from, bytes, gate);
+        }
     };
+    if (warp == warps) {
+        if (by_warp) {
+            ids = warp_choose(a.topk.logits, a.topk.E, a.topk.T, [] {});
+            if (lane < a.topk.T) choice.ids[lane] = ids;
+        }
 #pragma unroll 1
-    for (int i = 0; i < slots && i < items; i++) ask(i);
+        for (int u = 0; u < slots && u < mine; u++) ask(u, u);
+    } else {
+        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, 32 * warps);
+    }
     copy_wait_all();
     __syncthreads();
     if (block == units % blocks) {  // a block with as few units as any
         block_choice_weights(a.topk, 0, choice);
         block_store_choice(a.topk, 0, choice);
     }
-    int slot = 0, item = 0;
+    int slot = 0;
     unsigned round = 0;  // of the ring
 #pragma unroll 1
     for (int u = 0; u < mine; u++) {
         float *const to = sums + (u & 1) * 64;
-        if (warp < warps) {
 #pragma unroll 1
-            for (int t = 0; t < each; t++, item++) {
-                float acc[2];
-                bulk_wait(gates + slot, round);
-                quad.sums(ring + slot * quad.bytes(), in, acc);
-                __syncwarp();  // the slot may be filled again
-                if (item + slots < items) ask(slot);
-                if (++slot == slots) slot = 0, round++;
-                const float gate = group_hsum8(acc[0]), up = group_hsum8(acc[1]);
-                if (lane_id() % 8 == 0) {
-                    float *const row = to + 4 * (warp + t * warps) + lane_id() / 8;
-                    row[0] = gate, row[32] = up;
-                }
+        for (int quad = warp; quad < UNIT_QUADS && warp < warps; quad += warps) {
+            const int part = slot * UNIT_PARTS + quad / 2;
+            float acc[2];
+            bulk_wait(gates + part, round);
+            shape.sums(ring + part * shape.bytes(), quad % 2, in, acc);
+            const float gate = group_hsum8(acc[0]), up = group_hsum8(acc[1]);
+            if (lane % 8 == 0) {
+                float *const row = to + 4 * quad + lane / 8;
+                row[0] = gate, row[32] = up;
             }
         }
         __syncthreads();
         if (warp == warps) {
-            const float gate = to[lane_id()], value = (gate / (1.0f + exp_form(-gate))) * to[32 + lane_id()];
+            if (u + slots < mine) ask(u + slots, slot);
+            const float gate = to[lane], value = (gate / (1.0f + exp_form(-gate))) * to[32 + lane];
             const int g = block + u * blocks;
-            a.swiglu.h[32 * g + lane_id()] = value;
+            a.swiglu.h[32 * g + lane] = value;
             warp_a8_element(value, a.a8, g);
         }
+#if !BULK_GATES
+        copy_wait_all();
+        __syncthreads();
+#endif
+        if (++slot == slots) slot = 0, round++;
     }
 }
 
@@ -132,7 +146,7 @@ KERNEL LAUNCH_BOUNDS(288, 2) void FORM(k_moe_gate_up)(const GateUpArgs a) {
 
 // Shared memory of the down stage; kestrel/stages/moe.py computes the same size.
 struct DownShared {
-    unsigned long long *gates;  // u64[warps rounded up to 2]
+    unsigned long long *gates;  // u64[T rounded up to 2]: of an expert's rows
     float *p;                   // f32[T rounded up to 8]: the experts' weights
     float *y;                   // f32[T rounded up to 8, rows]
     float *d;                   // f32[T * G rounded up to 4]: the experts' inputs
@@ -141,10 +155,10 @@ struct DownShared {
     unsigned char *codes;       // u8[T, rows, G, 16]
     unsigned short *scale;      // f16[T, rows, G]
 
-    DEVICE_MEMBER DownShared(unsigned char *base, int warps, int T, int rows, int groups) {
+    DEVICE_MEMBER DownShared(unsigned char *base, int T, int rows, int groups) {
         const int ranks = (T + 7) / 8 * 8, all = (T * groups + 3) / 4 * 4;
         gates = (unsigned long long *)base;
-        p = (float *)(gates + (warps + 1) / 2 * 2);
+        p = (float *)(gates + (T + 1) / 2 * 2);
         y = p + ranks;
         d = y + ranks * rows;
         gsum = (int *)(d + all);
@@ -178,6 +192,8 @@ struct DownItems {
     DEVICE_MEMBER int have() const { return quads - quad() < each ? quads - quad() : each; }
 };
 
+#define DOWN_GROUPS 3  // of the input that a thread holds at a time
+
 // An item's sums: acc, f32[DOWN_QUADS], a slot of eight lanes to a row, each lane its own chain. A quad past the last is
 // the last one again, and nobody stores it.
 DEVICE void down_quads(const DownShared &sh, const DownItems &item, int rows, int groups, float *acc) {
@@ -186,17 +202,36 @@ DEVICE void down_quads(const DownShared &sh, const DownItems &item, int rows, in
 #pragma unroll
     for (int j = 0; j < DOWN_QUADS; j++) acc[j] = 0.0f;
 #pragma unroll 1
-    for (int first = 0; first < groups; first += 8) {
-        const bool inside = first + l < groups;
-        const int at = inside ? first + l : groups - 1, g = item.t * groups + at;
-        const uint4 lo = sh.q[2 * g], hi = sh.q[2 * g + 1];
-        const int bias = q4_bias(sh.gsum[g]);
-        const float d = sh.d[g];
+    for (int first = l; first < groups + l; first += 8 * DOWN_GROUPS) {
+        uint4 lo[DOWN_GROUPS], hi[DOWN_GROUPS];
+        float d[DOWN_GROUPS];
+        int at[DOWN_GROUPS], bias[DOWN_GROUPS];  // past a row's end its last group again, added to nothing
 #pragma unroll
-        for (int j = 0; j < DOWN_QUADS; j++) {
-            const int from = row + 4 * (j < last ? j : last) * groups + at;
-            const float dot = q4_dot(((const uint4 *)sh.codes)[from], lo, hi, bias), ws = half_to_float(sh.scale[from]) * d;
-            if (inside) acc[j] = fma_f32(dot, ws, acc[j]);
+        for (int u = 0; u < DOWN_GROUPS; u++) {
+            at[u] = first + 8 * u < groups ? first + 8 * u : groups - 1;
+            const int g = item.t * groups + at[u];
+            lo[u] = sh.q[2 * g], hi[u] = sh.q[2 * g + 1];
+            bias[u] = q4_bias(sh.gsum[g]);
+            d[u] = sh.d[g];
+        }
+#pragma unroll 1
+        for (int pair = 0; pair < DOWN_QUADS; pair += 2) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int start = row + 4 * (pair + i < last ? pair + i : last) * groups;
+                float dot[DOWN_GROUPS], ws[DOWN_GROUPS];
+#pragma unroll
+                for (int u = 0; u < DOWN_GROUPS; u++) {
+                    dot[u] = q4_dot(((const uint4 *)sh.codes)[start + at[u]], lo[u], hi[u], bias[u]);
+                    ws[u] = half_to_float(sh.scale[start + at[u]]) * d[u];
+                }
+#pragma unroll
+                for (int u = 0; u < DOWN_GROUPS; u++)
+                    if (first + 8 * u < groups) acc[i] = fma_f32(dot[u], ws[u], acc[i]);
+            }
+            // The other pair comes forward; after the second turn each is where it was.
+            const float a0 = acc[0], a1 = acc[1];
+            acc[0] = acc[2], acc[1] = acc[3], acc[2] = a0, acc[3] = a1;
         }
     }
 }
@@ -221,37 +256,34 @@ DEVICE void copy_words(void *shared, const void *global, int words) {
         ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);
 }
 
-// A block takes `a.rows` neighbouring rows of every chosen expert; a warp copies the rows that it computes. Then each row
-// is combined in rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
+// A block takes `a.rows` neighbouring rows of every chosen expert, which one warp asks for. Then each row is combined in
+// rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
-    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, n = block * rows;
+    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, n = block * rows, lane = lane_id();
     const int count = w.n - n < rows ? w.n - n : rows;
-    const DownShared sh(shared, warp_count(), T, rows, groups);
+    const DownShared sh(shared, T, rows, groups);
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(T, rows);
-    unsigned long long *const gate = sh.gates + warp_id();
-    bulk_open(gate);
-    block_choose(a.topk.logits, a.topk.E, T, choice);
-    // A lane to a piece: codes or scales of an item.
-    int bytes = 0;
+    const bool by_warp = warp_can_choose(a.topk);
+    if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
+    if (warp_id() == 0) {
+        for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
+        const int ids = by_warp ? warp_choose(a.topk.logits, a.topk.E, T, [] {}) : 0;
+        const bool scales = lane & 1;
+        const int to = (scales ? 2 : 16) * rows * groups, bytes = (scales ? 2 : 16) * (count > 0 ? count : 0) * groups;
+        unsigned char *const base = scales ? (unsigned char *)sh.scale : sh.codes;
+        const unsigned char *const source = scales ? (const unsigned char *)w.scale : (const unsigned char *)w.codes;
+        // A lane to a piece: codes or scales of an expert's rows.
 #pragma unroll 1
-    for (DownItems item = begin; item.t < T; item.advance()) {
-        const int left = count - 4 * item.quad(), have = left < 4 * item.have() ? left : 4 * item.have();
-        if (have > 0) bytes += 18 * have * groups;
-    }
-    bulk_expect(gate, bytes);
-    if (lane_id() < 2) {
-#pragma unroll 1
-        for (DownItems item = begin; item.t < T; item.advance()) {
-            const int first = 4 * item.quad(), left = count - first, have = left < 4 * item.have() ? left : 4 * item.have();
-            const long long from = ((long long)choice.ids[item.t] * w.n + n + first) * groups;
-            const int to = (item.t * rows + first) * groups;
-            if (have <= 0) continue;
-            if (lane_id() == 0)
-                bulk_copy_lane(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * have * groups, gate);
-            else
-                bulk_copy_lane(sh.scale + to, w.scale + from, 2 * have * groups, gate);
+        for (int first = 0; first < T; first += 16) {
+            const int t = first + lane / 2;
+            const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, t < T ? t : 0) : choice.ids[t < T ? t : 0];
+            if (t < T && count > 0) {
+                const long long from = ((long long)expert * w.n + n) * groups;
+                if (!scales) bulk_expect_lane(sh.gates + t, 18 * count * groups);
+                bulk_copy_lane(base + t * to, source + (scales ? 2 : 16) * from, bytes, sh.gates + t);
+            }
         }
     }
     wait_for_previous();
@@ -264,15 +296,16 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     float x = 0.0f;
     if ((int)threadIdx.x < count) x = load_l2(a.add.x + n + threadIdx.x);
     copy_wait_all();
-    bulk_wait(gate, 0);
     __syncthreads();
+    if (count <= 0) return;  // a block too many
 #pragma unroll 1
     for (DownItems item = begin; item.t < T; item.advance()) {
         float acc[DOWN_QUADS];
+        bulk_wait(sh.gates + item.t, 0);
         down_quads(sh, item, rows, groups, acc);
         const float y = four_hsum8(acc);
-        const int j = (lane_id() >> 1 & 2) | (lane_id() & 1);
-        if ((lane_id() & 2) == 0 && j < item.have()) sh.y[item.t * rows + 4 * (item.quad() + j) + lane_id() / 8] = y;
+        const int j = (lane >> 1 & 2) | (lane & 1);
+        if ((lane & 2) == 0 && j < item.have()) sh.y[item.t * rows + 4 * (item.quad() + j) + lane / 8] = y;
     }
     __syncthreads();
     if ((int)threadIdx.x < count) {  // rows are no more than threads

@@ -108,7 +108,11 @@ DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long
                      "l"(global), "r"(bytes), "r"(at)
                      : "memory");
 }
-// By one lane for itself, so that lanes ask for different pieces at once.
+// The same two by one lane for itself, so that lanes ask for different pieces at once.
+DEVICE void bulk_expect_lane(unsigned long long *gate, int bytes) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
 DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -281,12 +285,16 @@ template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Sit
 
 #define FULL_WARP 0xffffffffu
 
+// Whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a copy_wait_all of
+// the warp that asked and a barrier of the block.
+#define BULK_GATES (__CUDA_ARCH__ >= 900)
 #if !(__CUDA_ARCH__ >= 900)
 DEVICE void bulk_open(unsigned long long *) {}
 DEVICE void bulk_expect(unsigned long long *, int) {}
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
     for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
 }
+DEVICE void bulk_expect_lane(unsigned long long *, int) {}
 DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *) {
     for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
 }

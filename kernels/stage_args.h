@@ -83,7 +83,7 @@ struct GateUpArgs {
     SwigluArgs swiglu;
     QuantizeA8Args a8;
     RouterTopkArgs topk;
-    int slots;  // experts of q4local: quads of rows that a warp has in flight
+    int slots;  // experts of q4local: units that a block has in flight
     int reserved;
 };
 

@@ -37,7 +37,9 @@ MATRIX_STAGES = (
     *(f"k_head_{form}" for form in HEAD_FORMS),
 )
 # Gate, up and SwiGLU: q4local with inputs of a multiple of so many elements, or any weights.
-GATE_UP_STAGES = tuple(f"k_{moe}gate_up_{form}" for moe in ("", "moe_") for form in ("any", "256", "2048"))
+GATE_UP_STAGES = tuple(f"k_gate_up_{form}" for form in ("any", "256", "2048"))
+# Of experts: q4local, or any weights.
+EXPERT_STAGES = ("k_moe_gate_up", "k_moe_gate_up_any", "k_moe_down", "k_moe_down_any")
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,13 @@ class Tuning:
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
+    expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
+    expert_slots: int = 2  # units of 32 rows of both that a block of theirs has in flight, at most
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_bytes: int = 32  # of a thread, while a row has threads enough
     hash_max_threads: int = 1024
-    shared_carveout: int = 72  # percent of L1 to be shared memory; -1: as each kernel needs
+    shared_carveout: int = 100  # percent of L1 to be shared memory; -1: as each kernel needs
     programmatic: int = 1  # 0: a kernel begins when the one before it has ended
     hash_beside: int = 2  # launches that hashes should have to run beside
 
@@ -96,8 +100,7 @@ PROGRAMMATIC = frozenset(
         "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
-        "k_moe_down",
-        "k_moe_down_any",
+        *EXPERT_STAGES,
         "k_matmul",
         "k_argmax",
         "k_feedback",
@@ -394,8 +397,7 @@ _FAST = {
             *MATRIX_STAGES,
             "k_norm_router",
             *GATE_UP_STAGES,
-            "k_moe_down",
-            "k_moe_down_any",
+            *EXPERT_STAGES,
         )
     },
 }

@@ -87,14 +87,11 @@ def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Lau
     groups, units = int(k) // 32, int(moe.T) * (int(width) // 32)
     warps = 1 << (min(t.gate_up_warps, QUADS).bit_length() - 1)
     blocks = min(units, t.sms * t.expert_blocks)
-    items = ceil(units, blocks) * (QUADS // warps)
 
     def shared(slots: int) -> int:
-        gates = _round_up(8 * warps * slots, 16)
-        rings = warps * slots * (144 * groups + 128)
-        return 40 * groups + 512 + gates + router_shared_bytes(topk.E, topk.T) + rings
+        return 40 * groups + 512 + router_shared_bytes(topk.E, topk.T) + slots * 4 * (8 + 288 * groups)
 
-    slots = min(t.expert_slots, items)
+    slots = min(t.expert_slots, ceil(units, blocks))
     while slots and shared(slots) > t.shared_limit - STATIC_SHARED:
         slots -= 1
     if not slots:
@@ -103,11 +100,11 @@ def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Lau
     return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * (warps + 1), 1, 1), shared(slots), args)
 
 
-def _down_shared_bytes(topk: Any, mm: Any, rows: int, warps: int) -> int:
+def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     """Dynamic shared memory of ``k_moe_down`` (``DownShared``)."""
     groups, chosen = int(mm.w[0].k) // 32, int(mm.T)
     ranks, inputs = _round_up(chosen, 8), _round_up(chosen * groups, 4)
-    own = 8 * _round_up(warps, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * chosen * groups
+    own = 8 * _round_up(chosen, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * chosen * groups
     return own + 18 * chosen * rows * groups + router_shared_bytes(topk.E, chosen)
 
 
@@ -129,9 +126,9 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
     copied = (mm.xq, mm.xd, mm.gsum, mm.w[0].scale)
     if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
         few = rows
-        while few > 4 and _down_shared_bytes(topk, mm, few, t.down_warps) > limit:
+        while few > 4 and _down_shared_bytes(topk, mm, few) > limit:
             few -= 4
-        shared = _down_shared_bytes(topk, mm, few, t.down_warps)
+        shared = _down_shared_bytes(topk, mm, few)
         if shared <= limit:
             args = MoeDownArgs(mm, combine, add, topk, rows=few)
             return Launch("k_moe_down", (ceil(n, few), 1, 1), block, shared, args)
