@@ -23,6 +23,22 @@ template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, 
     }
 }
 
+// The score of position t by a single head: a thread to a position.
+DEVICE float unit_score(const UnitShared &sh, int hd, int t) {
+    const signed char *const row = sh.k8 + t * hd;
+    const int turn = 16 * unit_turn(hd, t);
+    int dots[2] = {0, 0};
+#pragma unroll 4
+    for (int at = 0; at < hd; at += 16) {
+        const int4 k = *(const int4 *)(row + (at ^ turn)), q = *(const int4 *)(sh.q8 + at);
+        dots[0] = __dp4a(k.x, q.x, dots[0]);
+        dots[1] = __dp4a(k.y, q.y, dots[1]);
+        dots[0] = __dp4a(k.z, q.z, dots[0]);
+        dots[1] = __dp4a(k.w, q.w, dots[1]);
+    }
+    return (float)(dots[0] + dots[1]) * (sh.qs[0] * sh.ks[t]);
+}
+
 // s[t][j] of the chunk, 16 positions by up to eight heads at a time, in int8.
 template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, int count) {
     const int group = lane_id() / 4, part = lane_id() % 4;
@@ -83,13 +99,12 @@ DEVICE Softened soften(float s, float before, float vs, bool real) {
     return x;
 }
 
-// Scores to exponentials p, weights w, factors c and the maximum, of one head: a thread to a position, which is in the warp
-// that made its score. The running maximum is a prefix maximum over lanes, and over warps behind the barrier.
-DEVICE void unit_softmax_one(const UnitShared &sh, int count) {
+// The score of this thread's position by a single head to the exponential p, weight w, factor c, and the maximum of all. The
+// running maximum is a prefix maximum over lanes, and over warps behind the barrier.
+DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score) {
     const int t = threadIdx.x, lane = lane_id();
     const bool real = t < count;
-    __syncwarp();
-    const float s = real ? sh.s[t] : MINUS_INFINITY;
+    const float s = real ? score : MINUS_INFINITY;
     unsigned key = order_key(fmaxf(s, MINUS_INFINITY));
 #if KESTREL_FAST
     const unsigned total = __reduce_max_sync(FULL_WARP, key);

@@ -27,6 +27,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     u.slots = blocks >= groups * u.chunks ? u.chunks : blocks < groups ? 1 : blocks / groups;
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
     const UnitQuads quads = unit_quads(HS, a.hd);
+    const float inverse_hd = 1.0f / (float)a.hd;
     bool waited = false;
 #pragma unroll 1
     for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
@@ -52,6 +53,12 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 vs = load_l2(a.vs + row);
             }
             if (chunk == u.slot) {
+                const bool has_new =
+                    u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
+                const int rows = has_new ? HS + 2 : HS;
+                RowSource source = unit_row_source<W / 4>(st, u, HS, warp_id(), rows);
+                settle(source.at);  // ahead of the wait for what lies there
+                settle(source.has);
                 if (!waited) {
                     unit_angles(st.rope, pos, sh.angle);
                     prefetch_ranges(st.next);
@@ -60,13 +67,15 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     start_next();
                     waited = true;
                 }
-                const bool has_new =
-                    u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
+                RowValues<W / 4> x = unit_row_load<W / 4>(source, a.hd);
 #pragma unroll 1
-                for (int row = warp_id(); row < (has_new ? HS + 2 : HS); row += UNIT_WARPS) {
+                for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
                     RowWeights<W / 4> weights = first_weights;
-                    if (row >= UNIT_WARPS) weights = unit_row_weights<W / 4>(st, HS, row);
-                    unit_row(st, sh, u, HS, row, weights, t_new, u.slot == 0, has_new && u.first_of_kv);
+                    if (row >= UNIT_WARPS) {
+                        weights = unit_row_weights<W / 4>(st, HS, row);
+                        x = unit_row_load<W / 4>(unit_row_source<W / 4>(st, u, HS, row, rows), a.hd);
+                    }
+                    unit_row(st, sh, u, HS, row, x, weights, inverse_hd, t_new, u.slot == 0, has_new && u.first_of_kv);
                 }
             }
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
@@ -85,10 +94,10 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     __syncthreads();
                 }
             }
-            unit_scores<W>(sh, HS, a.hd, count);
             if (HS == 1) {
-                unit_softmax_one(sh, count);
+                unit_softmax_one(sh, count, unit_score(sh, a.hd, threadIdx.x));
             } else {
+                unit_scores<W>(sh, HS, a.hd, count);
                 __syncthreads();
                 unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
             }

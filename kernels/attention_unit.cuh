@@ -65,9 +65,11 @@ struct Unit {
     long long base;      // cache slot of position 0
 };
 
-// Where unit `at` of 16 bytes of row t lies in sh.k8: rows of 128 bytes swap their halves by turns, so that the eight
-// lanes of mma_s8 that read two neighbouring rows touch every bank once.
-DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (hd % 128 == 0 ? at ^ (t % 2 * 4) : at); }
+// Where unit `at` of 16 bytes of row t lies in sh.k8: rows of 64 and of 128 bytes change the order of their units, so that
+// eight lanes touch every bank once, both those of mma_s8, which read four units of two neighbouring rows, and those that
+// read the same unit of eight rows.
+DEVICE int unit_turn(int hd, int t) { return hd % 128 == 0 ? t % 2 * 4 + t / 2 % 4 : hd == 64 ? t / 2 % 4 : 0; }
+DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (at ^ unit_turn(hd, t)); }
 
 // The first warps make the rows, the others fetch K and V and turn V meanwhile: four positions (a quad) at a time, a lane
 // to 16 elements of them.
@@ -163,24 +165,57 @@ DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
         sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = (signed char)(sh.new_row[hd + e] ^ 0x80);
 }
 
-// The norm weights of the warp's first row: asked for before the stage's wait. PAIRS: pairs (e, e + hd/2) of a lane, so hd
-// <= 64 * PAIRS.
-template <int PAIRS> struct RowWeights {
-    float w0[PAIRS], w1[PAIRS];
+// A lane holds N neighbouring pairs (e, e + hd/2) of a row, 2 or 4, so hd <= 64 * N: which are its elements.
+template <int N> DEVICE int lane_element() { return N * lane_id(); }
+
+DEVICE void get(const float *p, float (&x)[2]) {
+    const float2 v = *(const float2 *)p;
+    x[0] = v.x, x[1] = v.y;
+}
+DEVICE void get(const float *p, float (&x)[4]) {
+    const float4 v = *(const float4 *)p;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+DEVICE void get_l2(const float *p, float (&x)[2]) {
+    const float2 v = load_l2((const float2 *)p);
+    x[0] = v.x, x[1] = v.y;
+}
+DEVICE void get_l2(const float *p, float (&x)[4]) {
+    const float4 v = load_l2((const float4 *)p);
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+DEVICE void get_weight(const float *p, float (&x)[2]) {
+    const float2 v = load_weight((const float2 *)p);
+    x[0] = v.x, x[1] = v.y;
+}
+DEVICE void get_weight(const float *p, float (&x)[4]) {
+    const float4 v = load_weight((const float4 *)p);
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+DEVICE void put(float *p, const float (&x)[2]) { *(float2 *)p = make_float2(x[0], x[1]); }
+DEVICE void put(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]); }
+DEVICE void put_codes(signed char *p, unsigned codes, const float (&)[2]) { *(unsigned short *)p = (unsigned short)codes; }
+DEVICE void put_codes(signed char *p, unsigned codes, const float (&)[4]) { *(unsigned *)p = codes; }
+DEVICE unsigned a8_codes(const float (&x)[4], const A8Scale &s) { return a8_four(x, s); }
+DEVICE unsigned a8_codes(const float (&x)[2], const A8Scale &s) {
+    const float v[4] = {x[0], x[1], 0.0f, 0.0f};
+    return a8_four(v, s);
+}
+
+// The norm weights of the warp's first row: asked for before the stage's wait.
+template <int N> struct RowWeights {
+    float w0[N], w1[N];
 };
 
-template <int PAIRS> DEVICE RowWeights<PAIRS> unit_row_weights(const AttentionStageArgs &st, int HS, int row) {
-    RowWeights<PAIRS> rw;
-    const int half = st.attn.hd / 2;
+template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs &st, int HS, int row) {
+    RowWeights<N> rw;
+    const int half = st.attn.hd / 2, e = lane_element<N>();
     const float *const w = row < HS ? st.q_norm.w : st.k_norm.w;  // f32[hd]
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-        const int e = lane_id() + 32 * n;
-        rw.w0[n] = rw.w1[n] = 1.0f;
-        if (st.has_norm && row <= HS && e < half) {
-            rw.w0[n] = load_weight(w + e);
-            rw.w1[n] = load_weight(w + e + half);
-        }
+    for (int n = 0; n < N; n++) rw.w0[n] = rw.w1[n] = 1.0f;
+    if (st.has_norm && row <= HS && e < half) {
+        get_weight(w + e, rw.w0);
+        get_weight(w + e + half, rw.w1);
     }
     return rw;
 }
@@ -195,105 +230,132 @@ DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
     }
 }
 
-// Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
-// row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row, lane e % 32 holds the
-// pairs (e, e + hd/2). Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
-template <int PAIRS>
-DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row,
-                     const RowWeights<PAIRS> &rw, int t_new, bool store_q, bool store_new) {
-    const int hd = st.attn.hd, half = hd / 2, lane = lane_id();
-    const bool is_q = row < HS, is_v = row == HS + 1;
-    const bool real = !is_q || row < u.heads;  // queries past the unit's heads are zero
-    const float *const x = is_q ? st.attn.q + (u.h0 + row) * hd : (is_v ? st.kv.v : st.kv.k) + u.kv * hd;  // f32[hd]
-    float x0[PAIRS], x1[PAIRS];
+// Where a lane's part of a raw row lies, and whether it has one: queries past the unit's heads are zero.
+struct RowSource {
+    const float *at;
+    int has;
+};
+
+template <int N> DEVICE RowSource unit_row_source(const AttentionStageArgs &st, const Unit &u, int HS, int row, int rows) {
+    const int hd = st.attn.hd, e = lane_element<N>();
+    RowSource s;
+    s.at = (row < HS ? st.attn.q + (u.h0 + row) * hd : (row == HS ? st.kv.k : st.kv.v) + u.kv * hd) + e;
+    s.has = e < hd / 2 && row < rows && (row < u.heads || row >= HS);
+    return s;
+}
+
+template <int N> struct RowValues {
+    float x0[N], x1[N];
+};
+
+template <int N> DEVICE RowValues<N> unit_row_load(const RowSource &source, int hd) {
+    RowValues<N> x;
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-        const int e = lane + 32 * n;
-        x0[n] = x1[n] = 0.0f;
-        if (real && e < half) {
-            x0[n] = load_l2(x + e);
-            x1[n] = load_l2(x + e + half);
-        }
+    for (int n = 0; n < N; n++) x.x0[n] = x.x1[n] = 0.0f;
+    if (source.has) {
+        get_l2(source.at, x.x0);
+        get_l2(source.at + hd / 2, x.x1);
     }
-    const bool store = is_q ? store_q : store_new;
-    const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd;  // in normed and roped
+    return x;
+}
+
+// The sum of n squares in order, n a multiple of 64. A short loop, because its instructions are not there the first time.
+DEVICE float sum_of_squares(const float *squares, int n) {
+    float sum = 0.0f;
+    float4 even[4], odd[4];
+    load_sixteen(squares, even);
+#pragma unroll 1
+    for (int i = 0; i < n; i += 32) {
+        load_sixteen(squares + i + 16, odd);
+        sum = add_sixteen(even, sum);
+        load_sixteen(squares + (i + 32 < n ? i + 32 : 0), even);  // at the end for nothing
+        sum = add_sixteen(odd, sum);
+    }
+    return sum;
+}
+
+// Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
+// row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's part of the
+// raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
+template <int N>
+DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row, const RowValues<N> &x,
+                     const RowWeights<N> &rw, float inverse_hd, int t_new, bool store_q, bool store_new) {
+    const int hd = st.attn.hd, half = hd / 2, lane = lane_id(), e = lane_element<N>();
+    const bool is_q = row < HS, is_v = row == HS + 1, has = e < half;
+    const bool real = !is_q || row < u.heads;
+    float x0[N], x1[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) x0[n] = x.x0[n], x1[n] = x.x1[n];
+    const bool store = has && (is_q ? store_q : store_new);
+    const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd + e;  // in normed and roped
     if (real && !is_v) {
         if (st.has_norm) {
             float ss = 0.0f;
 #if KESTREL_FAST
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
+            for (int n = 0; n < N; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
             ss = warp_sum_f32(ss);
 #else
             const int padded = (hd + 63) / 64 * 64;  // +0 changes no sum of squares
             float *const squares = sh.squares + row * (padded + 4);
-            for (int e = hd + lane; e < padded; e += 32) squares[e] = 0.0f;
+#pragma unroll 1
+            for (int i = hd + lane; i < padded; i += 32) squares[i] = 0.0f;
+            if (has) {
+                float s0[N], s1[N];
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++) {
-                const int e = lane + 32 * n;
-                if (e < half) {
-                    squares[e] = x0[n] * x0[n];
-                    squares[e + half] = x1[n] * x1[n];
-                }
+                for (int n = 0; n < N; n++) s0[n] = x0[n] * x0[n], s1[n] = x1[n] * x1[n];
+                put(squares + e, s0);
+                put(squares + e + half, s1);
             }
             __syncwarp();
-            ss = padded_sum(squares, padded);  // every lane: the reads are broadcasts
+            ss = sum_of_squares(squares, padded);  // every lane: the reads are broadcasts
 #endif
-            const float r = inverse_sqrt(ss / (float)hd + (is_q ? st.q_norm.eps : st.k_norm.eps));
+            float mean = quotient(ss, (float)hd, inverse_hd);  // as in norm_scale
+            if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)hd;
+            const float r = inverse_sqrt(mean + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++) {
-                const int e = lane + 32 * n;
+            for (int n = 0; n < N; n++) {
                 x0[n] = (x0[n] * r) * rw.w0[n];
                 x1[n] = (x1[n] * r) * rw.w1[n];
-                if (store && e < half) {
-                    st.normed[tap + e] = x0[n];
-                    st.normed[tap + e + half] = x1[n];
-                }
+            }
+            if (store) {
+                put(st.normed + tap, x0);
+                put(st.normed + tap + half, x1);
             }
         }
+        if (has) {
+            float c[N], s[N];
+            get(sh.angle + e, c);
+            get(sh.angle + half + e, s);
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
-            const int e = lane + 32 * n;
-            if (e < half) {
-                const float c = sh.angle[e], s = sh.angle[half + e];
-                const float y0 = x0[n] * c - x1[n] * s, y1 = x1[n] * c + x0[n] * s;
+            for (int n = 0; n < N; n++) {
+                const float y0 = x0[n] * c[n] - x1[n] * s[n], y1 = x1[n] * c[n] + x0[n] * s[n];
                 x0[n] = y0;
                 x1[n] = y1;
-                if (store) {
-                    st.roped[tap + e] = y0;
-                    st.roped[tap + e + half] = y1;
-                }
+            }
+            if (store) {
+                put(st.roped + tap, x0);
+                put(st.roped + tap + half, x1);
             }
         }
     }
-    unsigned amax = 0;
-#pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-        const unsigned a0 = f32_bits(x0[n]) & 0x7fffffffu, a1 = f32_bits(x1[n]) & 0x7fffffffu;
-        const unsigned larger = a0 > a1 ? a0 : a1;
-        if (lane + 32 * n < half) amax = larger > amax ? larger : amax;
-    }
-    const A8Scale scale = a8_scale(__reduce_max_sync(FULL_WARP, amax));
-    signed char *const codes = is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd;  // i8[hd]
+    const unsigned a0 = max_magnitude(x0, N), a1 = max_magnitude(x1, N);
+    const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, !has ? 0u : a0 > a1 ? a0 : a1));
     const long long slot = (u.base + u.pos) * st.kv.nkv + u.kv;
-    signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd;  // i8[hd]
     const bool here = !is_q && t_new < CHUNK;
-#pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-        const int e = lane + 32 * n;
-        if (e < half) {
-            const signed char c0 = (signed char)(scale.zero ? 0 : a8_code(x0[n], scale.inv));
-            const signed char c1 = (signed char)(scale.zero ? 0 : a8_code(x1[n], scale.inv));
-            codes[e] = c0;
-            codes[e + half] = c1;
-            if (here && !is_v) {
-                sh.k8[unit_place(hd, t_new, e / 16) + e % 16] = c0;
-                sh.k8[unit_place(hd, t_new, (e + half) / 16) + (e + half) % 16] = c1;
-            }
-            if (!is_q && store_new) {
-                cache[e] = c0;
-                cache[e + half] = c1;
-            }
+    if (has) {
+        signed char *const codes = (is_q ? sh.q8 + row * hd : sh.new_row + (row - HS) * hd) + e;
+        const unsigned c0 = a8_codes(x0, scale), c1 = a8_codes(x1, scale);
+        put_codes(codes, c0, x0);
+        put_codes(codes + half, c1, x1);
+        if (here && !is_v) {
+            put_codes(sh.k8 + unit_place(hd, t_new, e / 16) + e % 16, c0, x0);
+            put_codes(sh.k8 + unit_place(hd, t_new, (e + half) / 16) + (e + half) % 16, c1, x1);
+        }
+        if (!is_q && store_new) {
+            signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd + e;
+            put_codes(cache, c0, x0);
+            put_codes(cache + half, c1, x1);
         }
     }
     if (lane == 0) {

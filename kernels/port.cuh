@@ -26,6 +26,7 @@ DEVICE uint4 load_streaming(const void *p) {
 // Read-only for the whole kernel.
 DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return __ldg(p); }
 DEVICE float load_weight(const float *p) { return __ldg(p); }
+DEVICE float2 load_weight(const float2 *p) { return __ldg(p); }
 DEVICE float4 load_weight(const float4 *p) { return __ldg(p); }
 // One instruction; exact, and equal to f16_to_f32 for every number (NaN payloads are the hardware's).
 DEVICE float half_to_float(unsigned short h) {
@@ -40,6 +41,7 @@ DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) {
 }
 // What another block of this launch wrote: past L1, which is not coherent.
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
+DEVICE float2 load_l2(const float2 *p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
 DEVICE uint4 load_l2(const uint4 *p) { return __ldcg(p); }
 DEVICE int load_l2(const int *p) { return __ldcg(p); }
@@ -237,10 +239,12 @@ DEVICE void cluster_sync() {
 DEVICE uint4 load_streaming(const void *p) { return *static_cast<const uint4 *>(p); }
 DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
 DEVICE float load_weight(const float *p) { return *p; }
+DEVICE float2 load_weight(const float2 *p) { return *p; }
 DEVICE float4 load_weight(const float4 *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
 DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) { return count - (a < b ? 1u : 0u); }
 DEVICE float load_l2(const float *p) { return *p; }
+DEVICE float2 load_l2(const float2 *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
