@@ -410,13 +410,20 @@ DEVICE float unit_sum(const UnitShared &sh, int j, unsigned moved) {
 #endif
 
 // The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
-// one is the thread-th: as many heads and elements to a thread as leave work for four warps. The calls are of whole warps.
+// one is the thread-th: as many heads and elements to a thread as leave work for four warps.
 template <int PITCH>
 DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, unsigned moved, float *to, int pitch,
                           int heads, int thread, int threads) {
-    const int all = HS * hd, each = HS == 1 || all < 256 ? 1 : HS == 2 || all < 512 ? 2 : 4;  // heads of a thread
-    const bool two = HS == 8 && all >= 1024;                                                  // elements of a thread
-    const int row = two ? hd / 2 : hd;                                                        // items of `each` heads
+    if (HS == 1) {  // there are always more threads than elements
+        float acc[1];
+        if (thread >= hd) return;
+        unit_chain<1, PITCH>(sh, thread, 0, begin, end, moved, acc);
+        to[unit_element_at(thread, hd)] = acc[0];
+        return;
+    }
+    const int all = HS * hd, each = HS == 2 || all < 512 ? 2 : 4;  // heads of a thread
+    const bool two = HS == 8 && all >= 1024;                       // elements of a thread
+    const int row = two ? hd / 2 : hd;                             // items of `each` heads
     int j0 = 0, in_row = thread;
 #pragma unroll 1
     for (;; in_row += threads) {
@@ -425,11 +432,7 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
         if (j0 >= HS) break;
         const int at = two ? 2 * in_row : in_row;
         float *first = to + j0 * pitch + unit_element_at(at, hd);
-        if (each == 1) {
-            float acc[1];
-            unit_chain<1, PITCH>(sh, at, j0, begin, end, moved, acc);
-            if (j0 < heads) *first = acc[0];
-        } else if (each == 2) {
+        if (each == 2) {
             float acc[2];
             unit_chain<2, PITCH>(sh, at, j0, begin, end, moved, acc);
             if (j0 < heads) first[0] = acc[0];
@@ -451,9 +454,9 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
 }
 
 // The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
+// states: f32[heads, hd + 4], of this chunk.
 template <int PITCH>
-DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int chunk, int count) {
-    float *const states = partial_state(a, chunk, 0, u.h0);  // f32[heads, hd + 4]
+DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int count, float *states) {
     const int hd = a.hd, pitch = hd + 4, end = (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP;
 #if KESTREL_FAST
     if (HS * hd <= UNIT_THREADS / 2) {  // too few elements for the block: two halves of the positions, in the place of c

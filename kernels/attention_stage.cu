@@ -45,6 +45,8 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             const int t_new = pos - begin;  // past the chunk unless it is the last
             const int cached = t_new < CHUNK ? t_new : CHUNK;
             const long long slot0 = u.base + begin;
+            float *states = partial_state(a, chunk, 0, u.h0);
+            settle(states);  // ahead of the wait
             unit_fetch(a, sh, 16 * W, quads, slot0, u.kv, cached);
             float ks = 0.0f, vs = 0.0f;
             if ((int)threadIdx.x < cached) {
@@ -102,7 +104,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
             }
             __syncthreads();
-            unit_states<16 * W>(a, sh, u, HS, chunk, count);
+            unit_states<16 * W>(a, sh, u, HS, count, states);
             __syncthreads();
         }
     }

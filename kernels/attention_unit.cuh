@@ -68,7 +68,9 @@ struct Unit {
 // Where unit `at` of 16 bytes of row t lies in sh.k8: rows of 64 and of 128 bytes change the order of their units, so that
 // eight lanes touch every bank once, both those of mma_s8, which read four units of two neighbouring rows, and those that
 // read the same unit of eight rows.
-DEVICE int unit_turn(int hd, int t) { return hd % 128 == 0 ? t % 2 * 4 + t / 2 % 4 : hd == 64 ? t / 2 % 4 : 0; }
+DEVICE int unit_turn(int hd, int t) {
+    return (hd & 127) == 0 ? (t & 1) * 4 + (t >> 1 & 3) : hd == 64 ? t >> 1 & 3 : 0;
+}
 DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (at ^ unit_turn(hd, t)); }
 
 // The first warps make the rows, the others fetch K and V and turn V meanwhile: four positions (a quad) at a time, a lane
@@ -122,7 +124,7 @@ DEVICE int unit_element_at(int at, int hd) {
     const int quarter = hd / 4, which = (at >= quarter) + (at >= 2 * quarter) + (at >= 3 * quarter);
     return (at - which * quarter) / 4 * 16 + which * 4 + at % 4;
 }
-DEVICE int unit_word_of(int e, int hd) { return e % 16 / 4 * (hd / 4) + e / 16 * 4 + e % 4; }
+DEVICE int unit_word_of(int e, int hd) { return (e >> 2 & 3) * (hd >> 2) + (e >> 4) * 4 + (e & 3); }
 
 // V bytes are kept plus 128, so that a byte is a float's lowest significand bits (value_float).
 #define VALUE_BIAS 0x80808080u
@@ -161,8 +163,8 @@ DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, const UnitQu
 
 // The new V row takes its place among the transposed ones; a thread to an element, barriers around it are the caller's.
 DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
-    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS)
-        sh.v8[t / 4 * 4 * pitch + 4 * unit_word_of(e, hd) + t % 4] = (signed char)(sh.new_row[hd + e] ^ 0x80);
+    const int e = threadIdx.x;
+    if (e < hd) sh.v8[(t & ~3) * pitch + 4 * unit_word_of(e, hd) + (t & 3)] = (signed char)(sh.new_row[hd + e] ^ 0x80);
 }
 
 // A lane holds N neighbouring pairs (e, e + hd/2) of a row, 2 or 4, so hd <= 64 * N: which are its elements.
