@@ -7,10 +7,6 @@
 #include "expert_rows.cuh"
 #include "router.cuh"
 
-// The experts of the ranks below `count`, at most T, by the calling warp alone where it can be done by one (by_warp): lane t
-// has the expert of rank t.
-DEVICE bool warp_can_choose(const RouterTopkArgs &a) { return a.E <= WARP_CHOOSE_EXPERTS && a.T <= WARP_CHOOSE_RANKS; }
-
 // ---- choice, gate, up, SwiGLU, a8 ----
 
 // A unit is one group of 32 elements of h of one chosen expert: 32 rows of gate and 32 of up. They travel in four parts of
@@ -32,7 +28,7 @@ struct PartShape {
         const uint4 *const codes = (const uint4 *)part + row;
         const unsigned short *const scale = (const unsigned short *)(part + 256 * groups) + row;
         acc[0] = acc[1] = 0.0f;
-#pragma unroll 2
+#pragma unroll 4
         for (int g = lane_id() % 8; g < groups; g += 8) {
             const int bias = q4_bias(in.gsum[g]);
             const uint4 lo = in.lo[g], hi = in.hi[g];
@@ -59,43 +55,32 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     unsigned char *const ring = (unsigned char *)(gates + slots * UNIT_PARTS) + choice_shared_bytes(a.topk.E, a.topk.T);
     const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert;
     const int mine = block < units ? (units - 1 - block) / blocks + 1 : 0;  // units of this block
-    const bool by_warp = warp_can_choose(a.topk);
     if (warp == warps) {
         for (int i = 0; i < slots * UNIT_PARTS; i++) bulk_open(gates + i);
     }
     touch_exp_table();
     wait_for_previous();
-    start_next();
-    int ids = 0;
-    if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-    // Asks for unit u of the block: a lane to a piece, four pieces to a part.
-    auto ask = [&](int u, int slot) {
-        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert);
-        const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
-        const int part = lane / 4, which = lane % 2;
-        if (lane < 4 * UNIT_PARTS) {
-            const long long row = (long long)expert * a.swiglu.F + 32 * (unit - rank * per_expert) + 8 * part;
-            unsigned char *const to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
-            unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
-            if (lane % 4 == 0) bulk_expect_lane(gate, shape.bytes());
-            const long long g = row * shape.groups;
-            const bool scales = lane % 4 >= 2;
+    if (mine < 2) start_next();
+    in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups);
+    block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
+    // Asks for a part of unit u of the block: a lane to each of its four pieces.
+    auto ask = [&](int u, int slot, int part) {
+        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert), which = lane % 2;
+        const long long g = ((long long)choice.ids[rank] * a.swiglu.F + 32 * (unit - rank * per_expert) + 8 * part) * shape.groups;
+        unsigned char *const to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
+        unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
+        if (lane < 4) {
+            if (lane == 0) bulk_expect_lane(gate, shape.bytes());
+            const bool scales = lane >= 2;
             const int bytes = (scales ? 16 : 128) * shape.groups;
             const unsigned char *const from = scales ? (const unsigned char *)(a.mm.w[which].scale + g)
                                                      : (const unsigned char *)a.mm.w[which].codes + 16 * g;
             bulk_copy_lane(to + (scales ? 256 * shape.groups : 0) + which * bytes, from, bytes, gate);
         }
     };
-    if (warp == warps) {
-        if (by_warp) {
-            ids = warp_choose(a.topk.logits, a.topk.E, a.topk.T, [] {});
-            if (lane < a.topk.T) choice.ids[lane] = ids;
-        }
 #pragma unroll 1
-        for (int u = 0; u < slots && u < mine; u++) ask(u, u);
-    } else {
-        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, 32 * warps);
-    }
+    for (int i = warp; i < slots * UNIT_PARTS && i < mine * UNIT_PARTS && warp < warps; i += warps)
+        ask(i / UNIT_PARTS, i / UNIT_PARTS, i % UNIT_PARTS);
     copy_wait_all();
     __syncthreads();
     if (block == units % blocks) {  // a block with as few units as any
@@ -121,7 +106,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         }
         __syncthreads();
         if (warp == warps) {
-            if (u + slots < mine) ask(u + slots, slot);
+            for (int part = 0; part < UNIT_PARTS && u + slots < mine; part++) ask(u + slots, slot, part);
             const float gate = to[lane], value = (gate / (1.0f + exp_form(-gate))) * to[32 + lane];
             const int g = block + u * blocks;
             a.swiglu.h[32 * g + lane] = value;
@@ -131,11 +116,12 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         copy_wait_all();
         __syncthreads();
 #endif
+        if (u == 0) start_next();  // not earlier: the next launch asks for weights that these ones should be ahead of
         if (++slot == slots) slot = 0, round++;
     }
 }
 
-KERNEL LAUNCH_BOUNDS(288, 2) void FORM(k_moe_gate_up)(const GateUpArgs a) {
+KERNEL LAUNCH_BOUNDS(288, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     expert_gate_up(a, blockIdx.x, gridDim.x, shared);
 }
@@ -265,11 +251,9 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     const DownShared sh(shared, T, rows, groups);
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(T, rows);
-    const bool by_warp = warp_can_choose(a.topk);
-    if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
+    block_choose(a.topk.logits, a.topk.E, T, choice);
     if (warp_id() == 0) {
         for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
-        const int ids = by_warp ? warp_choose(a.topk.logits, a.topk.E, T, [] {}) : 0;
         const bool scales = lane & 1;
         const int to = (scales ? 2 : 16) * rows * groups, bytes = (scales ? 2 : 16) * (count > 0 ? count : 0) * groups;
         unsigned char *const base = scales ? (unsigned char *)sh.scale : sh.codes;
@@ -278,9 +262,8 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
 #pragma unroll 1
         for (int first = 0; first < T; first += 16) {
             const int t = first + lane / 2;
-            const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, t < T ? t : 0) : choice.ids[t < T ? t : 0];
             if (t < T && count > 0) {
-                const long long from = ((long long)expert * w.n + n) * groups;
+                const long long from = ((long long)choice.ids[t] * w.n + n) * groups;
                 if (!scales) bulk_expect_lane(sh.gates + t, 18 * count * groups);
                 bulk_copy_lane(base + t * to, source + (scales ? 2 : 16) * from, bytes, sh.gates + t);
             }

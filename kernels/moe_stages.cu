@@ -38,12 +38,16 @@ DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
 #endif
 }
 
-DEVICE float two_steps(unsigned weights, const float *x, float acc) {
-    acc = fma_f32(f32_from_bits(weights << 16), x[0], acc);
-    return fma_f32(f32_from_bits(weights & 0xffff0000u), x[1], acc);
+DEVICE float two_steps(unsigned weights, float x0, float x1, float acc) {
+    acc = fma_f32(f32_from_bits(weights << 16), x0, acc);
+    return fma_f32(f32_from_bits(weights & 0xffff0000u), x1, acc);
 }
 
-// Logits of up to four rows, first row `first`, from the tile.
+// Floats of a lane's elements l, l + 8, ... of a row in shared memory: read by 16 bytes, no two lanes meet in a bank.
+DEVICE int lane_pitch(int d) { return ((d / 8 + 3) / 4 | 1) * 4; }
+
+// Logits of up to four rows, first row `first`, from the tile. x: f32[k] (fast), or f32[8, lane_pitch(k)], a lane's elements
+// side by side.
 DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4 *tile, int pitch, const float *x) {
     const int k = mm.w[0].k;
 #if KESTREL_FAST
@@ -66,34 +70,27 @@ DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4
     if (warp_id() != 0) return;
     const int slot = lane_id() / 8, l = lane_id() % 8;
     const uint4 *const w = tile + ((slot < rows ? slot : 0) * 8 + l) * pitch;
+    const float4 *const terms = (const float4 *)(x + l * lane_pitch(k));
     float acc = 0.0f;
-    x += l;
     // One fma waits for the one before it: the next eight terms are asked for ahead of these. k is a multiple of 32.
     const int last = k >= 64 ? k / 64 - 1 : 0;
     uint4 c = w[0];
-    float terms[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) terms[j] = j < 4 || k >= 64 ? x[8 * j] : 0.0f;
+    float4 lo = terms[0], hi = k >= 64 ? terms[1] : lo;
 #pragma unroll 4
     for (int unit = 0; unit < k / 64; unit++) {
         const int next = unit < last ? unit + 1 : last;
         const uint4 next_c = w[next];
-        float next_terms[8];
-#pragma unroll
-        for (int j = 0; j < 8; j++) next_terms[j] = x[64 * next + 8 * j];
-        acc = two_steps(c.x, terms, acc);
-        acc = two_steps(c.y, terms + 2, acc);
-        acc = two_steps(c.z, terms + 4, acc);
-        acc = two_steps(c.w, terms + 6, acc);
-        c = next_c;
-#pragma unroll
-        for (int j = 0; j < 8; j++) terms[j] = next_terms[j];
+        const float4 next_lo = terms[2 * next], next_hi = terms[2 * next + 1];
+        acc = two_steps(c.x, lo.x, lo.y, acc);
+        acc = two_steps(c.y, lo.z, lo.w, acc);
+        acc = two_steps(c.z, hi.x, hi.y, acc);
+        acc = two_steps(c.w, hi.z, hi.w, acc);
+        c = next_c, lo = next_lo, hi = next_hi;
     }
     if (k % 64 != 0) {
-        c = w[k / 64];
-        for (int j = 0; j < 4; j++) terms[j] = x[k / 64 * 64 + 8 * j];
-        acc = two_steps(c.x, terms, acc);
-        acc = two_steps(c.y, terms + 2, acc);
+        c = w[k / 64], lo = terms[k / 32 - 1];
+        acc = two_steps(c.x, lo.x, lo.y, acc);
+        acc = two_steps(c.y, lo.z, lo.w, acc);
     }
     const float y = group_hsum8(acc);
     if (slot < rows && l == 0) mm.y[first + slot] = y;
@@ -127,17 +124,36 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     const Weight &w = a.mm.w[0];
     const int pitch = (w.k / 8 + 7) / 8 | 1;  // of a lane, in 16 bytes: odd, so that no two lanes meet in a bank
     uint4 *const tile = (uint4 *)shared;      // [rows][8][pitch]
-    const NormShared sh = norm_shared(shared + 16 * a.rows * 8 * pitch, a.norm.d);
+    float *const by_lane = (float *)(tile + a.rows * 8 * pitch);  // f32[8, lane_pitch(d)]
+    const NormShared sh = norm_shared((unsigned char *)(by_lane + 8 * lane_pitch(a.norm.d)), a.norm.d);
     if (32 * (int)threadIdx.x < a.norm.d) prefetch_l2(a.norm.w + 32 * threadIdx.x);
     int first = a.rows * block;
     for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
         stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
     prefetch_ranges(a.next);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
-    block_rms_norm(a.norm.x, a.norm.w, d, a.norm.eps, sh);  // waits, lets the next kernel begin
+    NormRow<1> row;
+    const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // waits, lets the next kernel begin
+#pragma unroll 1
+    for (int span = 0; span < d / 8; span += row.span_size()) {
+        if (span > 0) {
+            row.load_row(a.norm.x, span, d / 8, true);
+            row.load_weights(a.norm.w, span, d / 8, true);
+        }
+        const int eight = row.eight(span, 0);
+        float out[8];
+        row.result(0, r, out);
+        if (eight >= d / 8) continue;
+        store_eight(sh.x + 8 * eight, out);
+#if !KESTREL_FAST
+#pragma unroll
+        for (int l = 0; l < 8; l++) by_lane[l * lane_pitch(d) + eight] = out[l];
+#endif
+    }
+    __syncthreads();
     if (warp_id() == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, norm_part(a.norm.d, block, blocks));
     while (first < w.n) {
-        router_logits(a.mm, first, w.n - first < a.rows ? w.n - first : a.rows, tile, pitch, sh.x);
+        router_logits(a.mm, first, w.n - first < a.rows ? w.n - first : a.rows, tile, pitch, KESTREL_FAST ? sh.x : by_lane);
         first += a.rows * blocks;
         if (first >= w.n) break;
         __syncthreads();
@@ -147,7 +163,7 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     }
 }
 
-// Dynamic shared: bf16[rows, 8, 8 * pitch], NormShared.
+// Dynamic shared: bf16[rows, 8, 8 * pitch], f32[8, lane_pitch(d)], NormShared.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
     DYNAMIC_SHARED(shared);
     norm_router(a, blockIdx.x, gridDim.x, shared);
@@ -197,56 +213,33 @@ DEVICE void store_choice(const RouterTopkArgs &topk, const ChoiceShared &choice)
     block_store_choice(topk, 0, choice);
 }
 
-// q4local rows of whole steps. A warp takes four pairs of rows at a time, a quad.
-template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
+// q4local rows of whole steps of a dense FFN. A warp takes four pairs of rows at a time, a quad.
+template <bool FULL> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
     const int lane = lane_id(), groups = a.mm.w[0].k / 32, pieces = (groups + 8 * QUAD_STEPS - 1) / (8 * QUAD_STEPS);
-    GateUpUnits own(a, EXPERTS, block, blocks);
     StagedRow in;
     in.open(shared, groups);
     float *const h = (float *)(shared + StagedRow::bytes(groups));  // f32[2, 32]: units in turn
     unsigned char *const tile = (unsigned char *)(h + 64) + warp_id() * QuadPair<FULL>::SCALE_BYTES;
-    const A8Row row = {a.mm.xq, a.mm.xd, a.mm.gsum};
-    const bool by_warp = EXPERTS && a.topk.E <= WARP_CHOOSE_EXPERTS && a.topk.T <= WARP_CHOOSE_RANKS;
-    const ChoiceShared choice = choice_shared((unsigned char *)(h + 64) + warp_count() * QuadPair<FULL>::SCALE_BYTES,
-                                              EXPERTS ? a.topk.E : 0, EXPERTS ? a.topk.T : 0);
-    int ids = 0;  // lane t: the expert of rank t
     touch_exp_table();
-    if (EXPERTS) {
-        wait_for_previous();
-        if (by_warp) {
-            ids = warp_choose(a.topk.logits, a.topk.E, own.count, [&] { in.ask(row, groups); });
-        } else {
-            in.ask(row, groups);
-            block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-        }
-    }
     bool begun = false;
     // Once for each warp (warps are no more than quads), as soon as its first rows are asked for.
     auto begin = [&] {
-        if (!EXPERTS) wait_for_previous();
+        wait_for_previous();
         start_next();
-        if (!EXPERTS) in.ask(row, groups);
+        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, groups);
         copy_wait_all();
         __syncthreads();
         begun = true;
     };
     int turn = 0;
-    for (; own.more(); own.advance(blocks), turn ^= 1) {
-        if (EXPERTS && own.stores()) {
-            if (!begun) begin();
-            if (by_warp && (int)threadIdx.x < a.topk.T) choice.ids[threadIdx.x] = ids;  // T: at most a warp
-            store_choice(a.topk, choice);
-            break;
-        }
-        const long long expert = !EXPERTS ? 0 : by_warp ? __shfl_sync(FULL_WARP, ids, own.rank) : choice.ids[own.rank];
-        const long long start = expert * (a.swiglu.F * groups);  // of the expert's groups
+    for (int unit = block; unit < a.swiglu.F / 32; unit += blocks, turn ^= 1) {
 #pragma unroll 1
         for (int quad = warp_id(); quad < 8; quad += warp_count()) {
             float acc[2] = {0.0f, 0.0f};
 #pragma unroll 1
             for (int piece = 0; piece < pieces; piece++) {
                 QuadPair<FULL> rows;
-                rows.ask(a.mm.w, start + (32 * own.part + 4 * quad + lane / 8) * groups, groups, piece, tile);
+                rows.ask(a.mm.w, (long long)(32 * unit + 4 * quad + lane / 8) * groups, groups, piece, tile);
                 if (!begun) {
                     begin();
                 } else {
@@ -262,8 +255,8 @@ template <bool FULL, bool EXPERTS> DEVICE void gate_up(const GateUpArgs &a, int 
         __syncthreads();
         if (warp_id() == 0) {
             const float value = h[32 * turn + lane];
-            a.swiglu.h[32 * own.unit + lane] = value;
-            warp_a8_element(value, a.a8, own.unit);
+            a.swiglu.h[32 * unit + lane] = value;
+            warp_a8_element(value, a.a8, unit);
         }
     }
     if (!begun) begin();  // a block without a unit
@@ -320,11 +313,11 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
 // the input's length is a multiple.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_2048)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
-    gate_up<true, false>(a, blockIdx.x, gridDim.x, shared);
+    gate_up<true>(a, blockIdx.x, gridDim.x, shared);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
-    gate_up<false, false>(a, blockIdx.x, gridDim.x, shared);
+    gate_up<false>(a, blockIdx.x, gridDim.x, shared);
 }
 // Dynamic shared: f32[2, 32], ChoiceShared (experts).
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_any)(const GateUpArgs a) {

@@ -34,9 +34,11 @@ DEVICE float half_to_float(unsigned short h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
 }
-// count - (a < b), by the borrow of a - b: two instructions.
-DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) {
-    asm("{\n\t.reg .u32 t;\n\tsub.cc.u32 t, %1, %2;\n\tsubc.u32 %0, %0, 0;\n\t}" : "+r"(count) : "r"(a), "r"(b));
+// count - ((a, a_low) < (b, b_low)), pairs compared as one number, by the borrow of their difference: three instructions.
+DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned a_low, unsigned b, unsigned b_low) {
+    asm("{\n\t.reg .u32 t;\n\tsub.cc.u32 t, %2, %4;\n\tsubc.cc.u32 t, %1, %3;\n\tsubc.u32 %0, %0, 0;\n\t}"
+        : "+r"(count)
+        : "r"(a), "r"(a_low), "r"(b), "r"(b_low));
     return count;
 }
 // What another block of this launch wrote: past L1, which is not coherent.
@@ -242,7 +244,9 @@ DEVICE float load_weight(const float *p) { return *p; }
 DEVICE float2 load_weight(const float2 *p) { return *p; }
 DEVICE float4 load_weight(const float4 *p) { return *p; }
 DEVICE float half_to_float(unsigned short h) { return f16_to_f32(h); }
-DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned b) { return count - (a < b ? 1u : 0u); }
+DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned a_low, unsigned b, unsigned b_low) {
+    return count - (a < b || (a == b && a_low < b_low) ? 1u : 0u);
+}
 DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float2 load_l2(const float2 *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }

@@ -40,96 +40,29 @@ DEVICE unsigned rank_key(float logit) {
 // experts, two lanes to each, which take turns at the quads of keys. Ends with a barrier.
 DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &sh) {
     const int padded = (E + 7) / 8 * 8, half = lane_id() / 16;
+#pragma unroll 1
     for (int e = threadIdx.x; e < padded; e += blockDim.x) sh.keys[e] = e < E ? rank_key(load_l2(logits + e)) : 0u;
     __syncthreads();
     const uint4 *const keys = (const uint4 *)sh.keys + half;
 #pragma unroll 1
     for (int first = 16 * warp_id(); first < E; first += 16 * warp_count()) {
-        const int e = first + lane_id() % 16, own = first / 8;  // pairs of quads ahead of the warp's own experts
-        const unsigned mine = sh.keys[e < E ? e : 0];
+        const int e = first + lane_id() % 16;
+        const unsigned mine = sh.keys[e < E ? e : 0], own = (unsigned)(e + 4 - 4 * half);
         unsigned count[4] = {0, 0, 0, 0};  // minus the number of those that rank before e
-#pragma unroll 2
-        for (int i = 0; i < own; i++) {  // lower indices win ties
-            const uint4 k = keys[2 * i];
-            count[0] = minus_less(count[0], mine - 1u, k.x);
-            count[1] = minus_less(count[1], mine - 1u, k.y);
-            count[2] = minus_less(count[2], mine - 1u, k.z);
-            count[3] = minus_less(count[3], mine - 1u, k.w);
-        }
-#pragma unroll 1
-        for (int i = own; i < own + 2 && 8 * i < padded; i++) {
-            const uint4 k = keys[2 * i];
-            const int ahead = e - 4 * (2 * i + half);  // so many keys of this quad have lower indices
-            count[0] = minus_less(count[0], mine - (ahead > 0 ? 1u : 0u), k.x);
-            count[1] = minus_less(count[1], mine - (ahead > 1 ? 1u : 0u), k.y);
-            count[2] = minus_less(count[2], mine - (ahead > 2 ? 1u : 0u), k.z);
-            count[3] = minus_less(count[3], mine - (ahead > 3 ? 1u : 0u), k.w);
-        }
-#pragma unroll 2
-        for (int i = own + 2; 8 * i < padded; i++) {
-            const uint4 k = keys[2 * i];
-            count[0] = minus_less(count[0], mine, k.x);
-            count[1] = minus_less(count[1], mine, k.y);
-            count[2] = minus_less(count[2], mine, k.z);
-            count[3] = minus_less(count[3], mine, k.w);
+#pragma unroll 4
+        for (int i = 0; i < padded / 8; i++) {
+            const uint4 k = keys[2 * i];  // of experts 8 * i + 4 * half and the three behind it
+            const unsigned at = (unsigned)(8 * i + 4);
+            count[0] = minus_less(count[0], mine, at, k.x, own);
+            count[1] = minus_less(count[1], mine, at + 1u, k.y, own);
+            count[2] = minus_less(count[2], mine, at + 2u, k.z, own);
+            count[3] = minus_less(count[3], mine, at + 3u, k.w, own);
         }
         int rank = -(int)(count[0] + count[1] + count[2] + count[3]);
         rank += __shfl_xor_sync(FULL_WARP, rank, 16);
         if (half == 0 && e < E && rank < T) sh.ids[rank] = e;
     }
     __syncthreads();
-}
-
-// The same choice by one warp for itself, without shared memory, for up to 128 experts: lane t returns the expert of rank t,
-// for the ranks below `count`, at most 32. A lane holds four neighbouring experts in rank order and puts its best one
-// forward; each round takes the best of those, of equal ones that of the lowest lane. `meanwhile` is called while the
-// logits travel.
-#define WARP_CHOOSE_EXPERTS 128
-#define WARP_CHOOSE_RANKS 32
-template <class Meanwhile> DEVICE int warp_choose(const float *logits, int E, int count, const Meanwhile &meanwhile) {
-    const int lane = lane_id();
-    float4 v;
-    if (E % 4 == 0) {
-        v = load_l2((const float4 *)logits + (4 * lane < E ? lane : 0));
-    } else {
-        v.x = load_l2(logits + (4 * lane < E ? 4 * lane : 0));
-        v.y = load_l2(logits + (4 * lane + 1 < E ? 4 * lane + 1 : 0));
-        v.z = load_l2(logits + (4 * lane + 2 < E ? 4 * lane + 2 : 0));
-        v.w = load_l2(logits + (4 * lane + 3 < E ? 4 * lane + 3 : 0));
-    }
-    meanwhile();
-    unsigned key[4] = {rank_key(v.x), rank_key(v.y), rank_key(v.z), rank_key(v.w)};
-    unsigned order = 0x3210u;  // a nibble for each key: whose it is
-#pragma unroll
-    for (int j = 0; j < 4; j++) key[j] = 4 * lane + j < E ? key[j] : 0u;  // below every expert's
-    // A merge of two sorted pairs: up to the last step whatever is compared lies in the order of its index.
-    auto sort = [&](int i, int j, bool swap, unsigned flip) {
-        const unsigned a = key[i], b = key[j];
-        key[i] = swap ? b : a;
-        key[j] = swap ? a : b;
-        // flip has ones where the nibbles of i and j lie
-        const unsigned x = (order >> 4 * i ^ order >> 4 * j) & 0xfu;
-        order ^= swap ? x * flip : 0u;
-    };
-    sort(0, 1, key[1] > key[0], 0x0011u);
-    sort(2, 3, key[3] > key[2], 0x1100u);
-    sort(0, 2, key[2] > key[0], 0x0101u);
-    sort(1, 3, key[3] > key[1], 0x1010u);
-    sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
-    const unsigned own = 1u << lane, up_to_own = 2u * own - 1u;
-    int id = 0;
-#pragma unroll 1
-    for (int t = 0; t < count; t++) {
-        const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
-        const unsigned those = __ballot_sync(FULL_WARP, key[0] == best);
-        const int e = __shfl_sync(FULL_WARP, 4 * lane + (int)(order & 3u), __ffs((int)those) - 1);
-        if (t == lane) id = e;
-        if ((those & up_to_own) == own) {
-            key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
-            order >>= 4;
-        }
-    }
-    return id;
 }
 
 // The weights of the ids that block_choose left, of row m, to sh.p. Ends with a barrier.

@@ -32,7 +32,8 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
         return None
     rows = min(t.router_rows, ROUTER_ROWS)
     pitch = ceil(weight.k, 64) | 1
-    shared = 16 * rows * 8 * pitch + norm_shared_bytes(norm.d)
+    by_lane = 32 * 4 * (ceil(norm.d, 32) | 1)
+    shared = 16 * rows * 8 * pitch + by_lane + norm_shared_bytes(norm.d)
     if shared > t.shared_limit - STATIC_SHARED:
         return None
     args = NormRouterArgs(norm, a8, mm, rows=rows)

@@ -228,14 +228,14 @@ def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
         Tuning(down_warps=8, down_rows=64, sms=2),
         Tuning(down_warps=1, down_rows=32, sms=1),
         Tuning(router_rows=2, stage_warps=3),
-        Tuning(shared_limit=10_000, sms=1),
+        Tuning(shared_limit=12_000, sms=1),
         Tuning(shared_limit=24_000, sms=1),
     ],
 )
 def test_few_multiprocessors_and_little_memory(tuning: Tuning) -> None:
     config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=192)
     small = ("k_norm_router", "k_moe_gate_up_any", "k_moe_down")
-    kernels = small if tuning.shared_limit == 10_000 else MOE_STAGES
+    kernels = small if tuning.shared_limit == 12_000 else MOE_STAGES
     check(config, weights_of(config), tuning=tuning, seed=1, kernels=kernels)
     model = make_model(config, weights_of(config), backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
     found = plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
