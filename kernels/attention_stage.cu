@@ -28,6 +28,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
     const UnitQuads quads = unit_quads(HS, a.hd);
     const float inverse_hd = 1.0f / (float)a.hd;
+    const bool maker = unit_makers(HS) == 0 || warp_id() < unit_makers(HS);  // of rows, which come from the launch before
     bool waited = false;
 #pragma unroll 1
     for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
@@ -65,9 +66,11 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     unit_angles(st.rope, pos, sh.angle);
                     prefetch_ranges(st.next);
                     __syncthreads();
-                    wait_for_previous();
-                    start_next();
-                    waited = true;
+                    if (maker) {
+                        wait_for_previous();
+                        start_next();
+                        waited = true;
+                    }
                 }
                 RowValues<W / 4> x = unit_row_load<W / 4>(source, a.hd);
 #pragma unroll 1
@@ -83,6 +86,11 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
             if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = vs;
             unit_transpose(sh, 16 * W, a.hd, quads, cached);
+            if (!waited) {  // V is turned ahead of the wait
+                wait_for_previous();
+                start_next();
+                waited = true;
+            }
             __syncthreads();
             if (t_new < CHUNK) {  // the new row takes its place
                 unit_place_value(sh, 16 * W, a.hd, t_new);

@@ -80,8 +80,11 @@ struct UnitQuads {
     int at;           // its unit of 16 bytes in a row
 };
 
+// 0: every warp does both, in turn.
+DEVICE int unit_makers(int HS) { return HS + 2 < UNIT_WARPS ? HS + 2 : 0; }
+
 DEVICE UnitQuads unit_quads(int HS, int hd) {
-    const int makers = HS + 2 < UNIT_WARPS ? HS + 2 : 0;  // 0: every warp does both, in turn
+    const int makers = unit_makers(HS);
     const int units = hd / 16, rows = 32 / units, row = lane_id() / units;
     UnitQuads q;
     q.at = lane_id() - row * units;
