@@ -241,7 +241,7 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
-    NormRow<2> row;
+    NormRow<2> row = {};
     const bool vector = d % 8 == 0;
     const float r = norm_scale(x, w, d, eps, sh.terms, row, vector);
     const int blocks = d / 8;

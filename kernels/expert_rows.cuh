@@ -90,70 +90,8 @@ struct StagedRow {
     }
 };
 
-#define QUAD_STEPS 8  // of a row that a warp has in flight
-
-// Four neighbouring rows of two q4local matrices (the same rows of both: gate and up) by a warp: a slot of eight lanes to
-// a row of each, so that every chain stays in its lane. All codes of a piece, QUAD_STEPS steps, travel at once, straight
-// to registers; scales by way of the warp's shared memory. FULL: rows are whole pieces; otherwise whole steps.
-template <bool FULL> struct QuadPair {
-    static const int PITCH = 16 * QUAD_STEPS + 16;  // bytes of scales from row to row: no two slots meet in a bank
-    static const int SCALE_BYTES = 2 * 4 * PITCH;   // of a warp
-
-    uint4 codes[QUAD_STEPS][2];
-    int have;   // steps of the piece
-    bool rest;  // more than half of them. Never false if FULL, which the compiler cannot know: the branch keeps it from
-                // waiting for the second half before it computes the first
-
-    // Asks for piece `piece` of rows whose groups begin at g (the slot's row). tile: u8[SCALE_BYTES], there after
-    // copy_wait_all and a warp barrier.
-    DEVICE_MEMBER void ask(const Weight *w, long long g, int groups, int piece, unsigned char *tile) {
-        const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece;
-        have = FULL || groups - first >= 8 * QUAD_STEPS ? QUAD_STEPS : (groups - first) / 8;
-        rest = groups - first > 4 * QUAD_STEPS;
-        g += first;
-        const uint4 *const gate = (const uint4 *)w[0].codes + g + l, *const up = (const uint4 *)w[1].codes + g + l;
-        if (FULL || l < have) {
-            copy_async_16(tile + slot * PITCH + 16 * l, w[0].scale + g + 8 * l);
-            copy_async_16(tile + (4 + slot) * PITCH + 16 * l, w[1].scale + g + 8 * l);
-        }
-        load_half(gate, up, 0);
-        if (rest) load_half(gate, up, QUAD_STEPS / 2);
-    }
-
-    // Adds the piece to acc, f32[2]: this lane's sums of its slot's gate and up row.
-    DEVICE_MEMBER void add(const StagedRow &in, int piece, const unsigned char *tile, float *acc) const {
-        add_half(in, piece, tile, acc, 0);
-        if (rest) add_half(in, piece, tile, acc, QUAD_STEPS / 2);
-    }
-
-    DEVICE_MEMBER void load_half(const uint4 *gate, const uint4 *up, int begin) {
-#pragma unroll
-        for (int j = begin; j < begin + QUAD_STEPS / 2; j++) {
-            if (FULL || j < have) {
-                codes[j][0] = load_streaming(gate + 8 * j);
-                codes[j][1] = load_streaming(up + 8 * j);
-            }
-        }
-    }
-
-    DEVICE_MEMBER void add_half(const StagedRow &in, int piece, const unsigned char *tile, float *acc, int begin) const {
-        const int slot = lane_id() / 8, l = lane_id() % 8, first = 8 * QUAD_STEPS * piece + l;
-        const unsigned char *const scale = tile + slot * PITCH + 2 * l;
-#pragma unroll
-        for (int j = begin; j < begin + QUAD_STEPS / 2; j++) {
-            if (FULL || j < have) {
-                const int g = first + 8 * j, bias = q4_bias(in.gsum[g]);
-                const uint4 lo = in.lo[g], hi = in.hi[g];
-                const float d = in.d[g];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float ws = half_to_float(*(const unsigned short *)(scale + 4 * i * PITCH + 16 * j)) * d;
-                    acc[i] = fma_f32(q4_dot(codes[j][i], lo, hi, bias), ws, acc[i]);
-                }
-            }
-        }
-    }
-};
+// h of one element.
+DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_form(-gate))) * up; }
 
 // a8 of one group by a warp, lane i holding element i, as group `g` of the op's output.
 DEVICE void warp_a8_element(float v, const QuantizeA8Args &a8, long long g) {

@@ -160,15 +160,13 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
 
 // The same of q4local rows.
 DEVICE void head_q4(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
-    Q4Stream<4> stream;
-    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    MatrixStream<4> stream(a.mm);
     SplitRow in;
-    float *const terms = (float *)in.open(shared, a.norm.d);
-    stream.begin(a.mm);
+    float *const terms = (float *)in.open(stream.begin(shared, a.stream, block, blocks), a.norm.d);
     const NormPart part = norm_part(a.norm.d, block, blocks);
     norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     BestRows best = {a.mm.y, 0.0f, -1, 0};
-    stream.finish(a.mm, in, best);
+    stream.finish(in, best);
     store_groups(a.a8, in, part);
     join_best(a, best, block, blocks, arrived);
 }

@@ -203,63 +203,11 @@ struct GateUpUnits {
     }
 };
 
-// h of one element.
-DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_form(-gate))) * up; }
-
 // The weights of the ids in `choice`, which may still be on their way there, and both to global memory.
 DEVICE void store_choice(const RouterTopkArgs &topk, const ChoiceShared &choice) {
     __syncthreads();
     block_choice_weights(topk, 0, choice);
     block_store_choice(topk, 0, choice);
-}
-
-// q4local rows of whole steps of a dense FFN. A warp takes four pairs of rows at a time, a quad.
-template <bool FULL> DEVICE void gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
-    const int lane = lane_id(), groups = a.mm.w[0].k / 32, pieces = (groups + 8 * QUAD_STEPS - 1) / (8 * QUAD_STEPS);
-    StagedRow in;
-    in.open(shared, groups);
-    float *const h = (float *)(shared + StagedRow::bytes(groups));  // f32[2, 32]: units in turn
-    unsigned char *const tile = (unsigned char *)(h + 64) + warp_id() * QuadPair<FULL>::SCALE_BYTES;
-    touch_exp_table();
-    bool begun = false;
-    // Once for each warp (warps are no more than quads), as soon as its first rows are asked for.
-    auto begin = [&] {
-        wait_for_previous();
-        start_next();
-        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, groups);
-        copy_wait_all();
-        __syncthreads();
-        begun = true;
-    };
-    int turn = 0;
-    for (int unit = block; unit < a.swiglu.F / 32; unit += blocks, turn ^= 1) {
-#pragma unroll 1
-        for (int quad = warp_id(); quad < 8; quad += warp_count()) {
-            float acc[2] = {0.0f, 0.0f};
-#pragma unroll 1
-            for (int piece = 0; piece < pieces; piece++) {
-                QuadPair<FULL> rows;
-                rows.ask(a.mm.w, (long long)(32 * unit + 4 * quad + lane / 8) * groups, groups, piece, tile);
-                if (!begun) {
-                    begin();
-                } else {
-                    copy_wait_all();
-                    __syncwarp();
-                }
-                rows.add(in, piece, tile, acc);
-                __syncwarp();  // the scales' memory may be asked for again
-            }
-            const float value = swiglu_element(group_hsum8(acc[0]), group_hsum8(acc[1]));
-            if (lane % 8 == 0) h[32 * turn + 4 * quad + lane / 8] = value;
-        }
-        __syncthreads();
-        if (warp_id() == 0) {
-            const float value = h[32 * turn + lane];
-            a.swiglu.h[32 * unit + lane] = value;
-            warp_a8_element(value, a.a8, unit);
-        }
-    }
-    if (!begun) begin();  // a block without a unit
 }
 
 // Any format and length.
@@ -309,16 +257,6 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
     }
 }
 
-// Dynamic shared: StagedRow, f32[2, 32], scales of the warps' quads, ChoiceShared (experts). The name says of what number
-// the input's length is a multiple.
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_2048)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<true>(a, blockIdx.x, gridDim.x, shared);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_256)(const GateUpArgs a) {
-    DYNAMIC_SHARED(shared);
-    gate_up<false>(a, blockIdx.x, gridDim.x, shared);
-}
 // Dynamic shared: f32[2, 32], ChoiceShared (experts).
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_gate_up_any)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);

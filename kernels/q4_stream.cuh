@@ -67,8 +67,15 @@ DEVICE float q4_stream_dot(uint4 c, uint4 lo, uint4 hi, float bias) {
     return fma_f32(f32_from_bits((unsigned)sixteen), 0.0625f, f32_from_bits((unsigned)one)) - bias;
 }
 
-// Units of ROWS neighbouring rows are dealt to the blocks, then to the first `streams` warps of each. open(), begin(), which
-// may stand ahead of everything, then finish(), when the input is there; all warps call all three.
+// What the warps of a block take in turn, for stages whose units are rows of the matrices one after the other.
+struct MatrixUnits {
+    const MatmulArgs &mm;
+
+    template <int ROWS> DEVICE_MEMBER RowUnit at(int unit) const { return row_unit(mm, unit, ROWS); }
+};
+
+// One warp's units of ROWS neighbouring rows: `unit`, `unit` + stride, ... below `units`; `place` says which rows they are.
+// open(), begin(), which may stand ahead of everything, then next() for each unit, when the input is there.
 template <int ROWS> struct Q4Stream {
     static_assert(ROWS == 4 || ROWS == 2, "one slot of eight lanes to a row, or two");
     static const int SLOTS = 4 / ROWS;                     // of eight lanes, for a row
@@ -82,26 +89,37 @@ template <int ROWS> struct Q4Stream {
     int ask_rows;                       // of that unit, which begin there:
     const unsigned char *ask_codes;
     const unsigned short *ask_scale;
+    int take_slot;  // where the next piece arrives, and how often the ring has gone round
+    unsigned turn;
 
-    // Memory behind what all streams need is returned; kestrel/launch.py computes the same size.
-    DEVICE_MEMBER unsigned char *open(unsigned char *base, const MatmulArgs &mm, const StreamArgs &plan, int block,
-                                      int blocks) {
-        // From one lane: the compiler sees that a warp stays together.
-        const int warp = __shfl_sync(FULL_WARP, warp_id(), 0);
-        const int streams = plan.streams;
-        groups = mm.w[0].k / 32;
+    // Memory behind what all streams need is returned; kestrel/launch.py computes the same size. `warp`: of the block; from
+    // `plan.streams` on they have no units.
+    DEVICE_MEMBER unsigned char *open(unsigned char *base, int k, const StreamArgs &plan, int warp) {
+        groups = k / 32;
         pieces = plan.pieces;
         most = 8 * plan.steps;
         pitch = (18 * most + 128 - 128 / ROWS - 1) / 128 * 128 + 128 / ROWS;
         gates = (unsigned long long *)base + warp * pieces;
-        base += (8 * streams * pieces + 15) / 16 * 16;
+        base += (8 * plan.streams * pieces + 15) / 16 * 16;
         ring = base + warp * pieces * ROWS * pitch;
-        units = row_units(mm, ROWS);
-        unit = warp < streams ? warp * blocks + block : units;
-        stride = streams * blocks;
-        ask_unit = unit;
-        ask_group = ask_slot = 0;
-        return base + streams * pieces * ROWS * pitch;
+        return base + plan.streams * pieces * ROWS * pitch;
+    }
+
+    // Fills the ring.
+    template <class Units> DEVICE_MEMBER void begin(const Units &place, int first, int count, int apart) {
+        unit = ask_unit = first;
+        units = count;
+        stride = apart;
+        ask_group = ask_slot = ask_rows = take_slot = 0;
+        ask_codes = nullptr;
+        ask_scale = nullptr;
+        turn = 0;
+        if (!any()) return;
+#pragma unroll 1
+        for (int i = 0; i < pieces; i++) {
+            bulk_open(gates + i);
+            ask(place);
+        }
     }
 
     DEVICE_MEMBER bool any() const { return unit < units; }
@@ -110,20 +128,10 @@ template <int ROWS> struct Q4Stream {
     DEVICE_MEMBER static int group() { return lane_id() / ROWS % 8; }
     DEVICE_MEMBER static int slot() { return lane_id() / (8 * ROWS); }
 
-    // Fills the ring.
-    DEVICE_MEMBER void begin(const MatmulArgs &mm) {
-        if (!any()) return;
-#pragma unroll 1
-        for (int i = 0; i < pieces; i++) {
-            bulk_open(gates + i);
-            ask(mm);
-        }
-    }
-
-    DEVICE_MEMBER void ask(const MatmulArgs &mm) {
+    template <class Units> DEVICE_MEMBER void ask(const Units &place) {
         if (ask_unit >= units) return;
         if (ask_group == 0) {
-            const RowUnit at = row_unit(mm, ask_unit, ROWS);
+            const RowUnit at = place.template at<ROWS>(ask_unit);
             ask_rows = at.rows;
             ask_codes = (const unsigned char *)at.w.codes + 16ll * at.n * groups;
             ask_scale = at.w.scale + (long long)at.n * groups;
@@ -187,30 +195,56 @@ template <int ROWS> struct Q4Stream {
         return a + __shfl_xor_sync(FULL_WARP, a, 2 * ROWS);
     }
 
-    // out.open(at, row) is called ahead of a unit, of the first by the caller, out.close(at, row, sum) behind it: a lane
-    // with row < at.rows holds that row.
-    template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const SplitRow &in, Out &out) {
-        int at_slot = 0;
-        unsigned turn = 0;
-        for (; any(); unit += stride) {
-            float acc = 0.0f;
+    // The next unit's sums: a lane below ROWS gets that row's.
+    template <class Units> DEVICE_MEMBER float next(const Units &place, const SplitRow &in) {
+        float acc = 0.0f;
 #pragma unroll 1
-            for (int first = 0; first < groups; first += most) {
-                bulk_wait(gates + at_slot, turn);
-                acc = add(ring + at_slot * ROWS * pitch, in, first, (groups - first < most ? groups - first : most) / 8, acc);
-                __syncwarp();
-                ask(mm);
-                if (++at_slot == pieces) at_slot = 0, turn++;
-            }
-            const float mine = sum(acc);
-            const int stores = lane_id() < ROWS ? lane_id() : ROWS;
-            out.close(row_unit(mm, unit, ROWS), stores, mine);
-            if (unit + stride < units) out.open(row_unit(mm, unit + stride, ROWS), stores);
+        for (int first = 0; first < groups; first += most) {
+            bulk_wait(gates + take_slot, turn);
+            const int here = groups - first < most ? groups - first : most;
+            acc = add(ring + take_slot * ROWS * pitch, in, first, here / 8, acc);
+            __syncwarp();
+            ask(place);
+            if (++take_slot == pieces) take_slot = 0, turn++;
         }
+        unit += stride;
+        return sum(acc);
     }
-    // The same of the first unit.
-    template <class Out> DEVICE_MEMBER void open_first(const MatmulArgs &mm, Out &out) const {
-        if (any()) out.open(row_unit(mm, unit, ROWS), lane_id() < ROWS ? lane_id() : ROWS);
+};
+
+// The matrices of a stage: units of ROWS rows are dealt to the blocks, then to the streams of each.
+template <int ROWS> struct MatrixStream {
+    Q4Stream<ROWS> stream;
+    MatrixUnits place;
+
+    DEVICE_MEMBER MatrixStream(const MatmulArgs &mm) : place{mm} {}
+
+    DEVICE_MEMBER unsigned char *begin(unsigned char *base, const StreamArgs &plan, int block, int blocks) {
+        // From one lane: the compiler sees that a warp stays together.
+        const int warp = __shfl_sync(FULL_WARP, warp_id(), 0), units = row_units(place.mm, ROWS);
+        base = stream.open(base, place.mm.w[0].k, plan, warp);
+        stream.begin(place, warp < plan.streams ? warp * blocks + block : units, units, plan.streams * blocks);
+        return base;
+    }
+
+    // This lane's row of a unit, or none.
+    DEVICE_MEMBER static int row() { return lane_id() < ROWS ? lane_id() : ROWS; }
+
+    // Ahead of finish(): what `out` needs of the first unit.
+    template <class Out> DEVICE_MEMBER void open(Out &out) const {
+        if (stream.any()) out.open(place.template at<ROWS>(stream.unit), row());
+    }
+
+    // out.open(at, row) is called ahead of every unit but the first, out.close(at, row, sum) behind each: a lane with
+    // row < at.rows holds that row.
+    template <class Out> DEVICE_MEMBER void finish(const SplitRow &in, Out &out) {
+#pragma unroll 1
+        while (stream.any()) {
+            const int unit = stream.unit;
+            const float mine = stream.next(place, in);
+            out.close(place.template at<ROWS>(unit), row(), mine);
+            open(out);
+        }
     }
 };
 

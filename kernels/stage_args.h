@@ -42,6 +42,16 @@ struct MatmulAddArgs {
     int reserved;
 };
 
+// rms_norm, quantize_a8, matmul by gate and up, swiglu, quantize_a8 (h_a8): q4local.
+struct NormGateUpArgs {
+    RmsNormArgs norm;
+    QuantizeA8Args a8;
+    MatmulArgs mm;
+    SwigluArgs swiglu;
+    QuantizeA8Args h_a8;
+    StreamArgs stream;
+};
+
 // rms_norm, quantize_a8 (has_a8), matmul by one matrix, argmax.
 struct HeadArgs {
     RmsNormArgs norm;

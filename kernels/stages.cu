@@ -43,19 +43,17 @@ DEVICE void norm_matmul_any(const NormMatmulArgs &a, int block, int blocks, unsi
 
 // The same of q4local rows.
 DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsigned char *shared) {
-    Q4Stream<4> stream;
-    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    MatrixStream<4> stream(a.mm);
     SplitRow in;
-    float *const terms = (float *)in.open(shared, a.norm.d);
-    stream.begin(a.mm);
+    float *const terms = (float *)in.open(stream.begin(shared, a.stream, block, blocks), a.norm.d);
     const NormPart part = norm_part(a.norm.d, block, blocks);
     norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     StoreRows out = {a.mm.y};
-    stream.finish(a.mm, in, out);
+    stream.finish(in, out);
     store_groups(a.a8, in, part);
 }
 
-// Dynamic shared: Q4Stream, SplitRow, f32[norm_terms(d) + 4]. 64 registers: beside a block of the stage before there is room
+// Dynamic shared: MatrixStream, SplitRow, f32[norm_terms(d) + 4]. 64 registers: beside a block of the stage before there is room
 // for one of this.
 KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_norm_matmul_q4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
@@ -132,24 +130,22 @@ DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsign
 // The same of q4local rows.
 DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigned char *shared) {
     const int k = a.mm.w[0].k;
-    Q4Stream<2> stream;
-    shared = stream.open(shared, a.mm, a.stream, block, blocks);
+    MatrixStream<2> stream(a.mm);
     SplitRow in;
-    in.open(shared, k);
-    stream.begin(a.mm);
+    in.open(stream.begin(shared, a.stream, block, blocks), k);
     const signed char *from = a.mm.xq + 16 * threadIdx.x;
     settle(from);
     AddRows out = {a.mm.y, a.add.x, 0.0f};
     wait_for_previous(from);
     start_next();
     in.copy(a.mm, from, k);
-    stream.open_first(a.mm, out);  // what is added to comes while the input row does
+    stream.open(out);  // what is added to comes while the input row does
     copy_wait_all();
     __syncthreads();
-    stream.finish(a.mm, in, out);
+    stream.finish(in, out);
 }
 
-// Dynamic shared: Q4Stream, SplitRow.
+// Dynamic shared: MatrixStream, SplitRow.
 KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_matmul_add_q4)(const MatmulAddArgs a) {
     DYNAMIC_SHARED(shared);
     matmul_add_q4(a, blockIdx.x, gridDim.x, shared);

@@ -36,8 +36,8 @@ MATRIX_STAGES = (
     *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
     *(f"k_head_{form}" for form in HEAD_FORMS),
 )
-# Gate, up and SwiGLU: q4local with inputs of a multiple of so many elements, or any weights.
-GATE_UP_STAGES = tuple(f"k_gate_up_{form}" for form in ("any", "256", "2048"))
+# Gate, up and SwiGLU: q4local, behind the norm, or any weights.
+GATE_UP_STAGES = ("k_norm_gate_up", "k_gate_up_any")
 # Of experts: q4local, or any weights.
 EXPERT_STAGES = ("k_moe_gate_up", "k_moe_gate_up_any", "k_moe_down", "k_moe_down_any")
 
@@ -72,7 +72,7 @@ class Tuning:
     stage_blocks: int = 1  # of the stages around one matrix, on a multiprocessor
     stage_bytes: int = 1 << 16  # weights of a multiprocessor above which the any forms take twice the blocks
     streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
-    ring_bytes: int = 76 << 10  # of a block for such rows on their way
+    ring_bytes: int = 96 << 10  # of a block for such rows on their way
     head_blocks: int = 2  # of the head, on a multiprocessor
     router_rows: int = 4  # of a block, at most 4
     gate_up_warps: int = 8

@@ -5,6 +5,7 @@
 #include "../kernels/attention.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
+#include "../kernels/gate_up_stage.cu"
 #include "../kernels/head.cu"
 #include "../kernels/norm.cu"
 #include "../kernels/rope_kv.cu"
@@ -38,8 +39,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_head_any_u2r4_fast, HeadArgs),
         SIMT_KERNEL(k_norm_router_fast, NormRouterArgs),
         SIMT_KERNEL(k_gate_up_any_fast, GateUpArgs),
-        SIMT_KERNEL(k_gate_up_2048_fast, GateUpArgs),
-        SIMT_KERNEL(k_gate_up_256_fast, GateUpArgs),
+        SIMT_KERNEL(k_norm_gate_up_fast, NormGateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_any_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_fast, GateUpArgs),
         SIMT_KERNEL(k_moe_down_fast, MoeDownArgs),

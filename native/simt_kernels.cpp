@@ -5,6 +5,7 @@
 #include "../kernels/attention.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
+#include "../kernels/gate_up_stage.cu"
 #include "../kernels/head.cu"
 #include "../kernels/l2_hash.cu"
 #include "../kernels/matvec.cu"
@@ -54,8 +55,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_head_any_u2r4, HeadArgs),
         SIMT_KERNEL(k_norm_router, NormRouterArgs),
         SIMT_KERNEL(k_gate_up_any, GateUpArgs),
-        SIMT_KERNEL(k_gate_up_2048, GateUpArgs),
-        SIMT_KERNEL(k_gate_up_256, GateUpArgs),
+        SIMT_KERNEL(k_norm_gate_up, NormGateUpArgs),
         SIMT_KERNEL(k_moe_gate_up_any, GateUpArgs),
         SIMT_KERNEL(k_moe_gate_up, GateUpArgs),
         SIMT_KERNEL(k_moe_down, MoeDownArgs),

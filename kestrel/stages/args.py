@@ -47,6 +47,15 @@ NormMatmulArgs = _struct(
     ("mm", MatmulArgs),
     ("stream", StreamArgs),
 )
+NormGateUpArgs = _struct(
+    "NormGateUpArgs",
+    ("norm", RmsNormArgs),
+    ("a8", QuantizeA8Args),
+    ("mm", MatmulArgs),
+    ("swiglu", SwigluArgs),
+    ("h_a8", QuantizeA8Args),
+    ("stream", StreamArgs),
+)
 MatmulAddArgs = _struct(
     "MatmulAddArgs",
     ("mm", MatmulArgs),

@@ -20,13 +20,21 @@ from kestrel.launch import (
     stream_piece_bytes,
 )
 from kestrel.ops import Op, WType
-from kestrel.stages.args import HeadArgs, MatmulAddArgs, NormA8Args, NormMatmulArgs, StreamArgs
-from kestrel.stages.stage import Stage, ceil, names, rows_of, written
+from kestrel.stages.args import (
+    HeadArgs,
+    MatmulAddArgs,
+    NormA8Args,
+    NormGateUpArgs,
+    NormMatmulArgs,
+    StreamArgs,
+)
+from kestrel.stages.stage import Stage, ceil, names, outputs, rows_of, written
 
 HEAD_BLOCKS = 1024  # as in kernels/head.cu
 NORM_MATMUL_ROWS, MATMUL_ADD_ROWS, HEAD_ROWS = 4, 2, 4  # of a stream, as in the kernels
 MOST_STREAMS = 16  # warps of a block: kernels that stream have 64 registers
-PIECE_STEPS = 8  # of a row that does not stay whole
+PIECE_STEPS = 8  # of a row that does not stay whole, at most
+GATE_UP_QUADS = 16  # of a unit, as in kernels/gate_up_stage.cu
 
 
 def units(mm: Any, rows: int) -> int:
@@ -55,32 +63,44 @@ def loads_and_rows(form: str) -> tuple[int, int]:
     return int(form[-3]), int(form[-1])
 
 
-def streams_of(mm: Any, rows: int, input_bytes: int, t: Tuning) -> tuple[int, int, Any] | None:
-    """Blocks, dynamic shared memory and ``StreamArgs`` for units of ``rows`` q4local rows; None: no room.
+def stream_of(
+    each: int, k: int, rows: int, input_bytes: int, t: Tuning, most: int = MOST_STREAMS
+) -> tuple[int, Any] | None:
+    """Dynamic shared memory and ``StreamArgs`` of a block with ``each`` units of ``rows`` q4local rows.
 
-    Units are dealt to one block of each multiprocessor, then to as few of its warps as need no more turns
-    than the most warps would. Where ``t.ring_bytes`` hold all weights of a block, every unit is one piece,
-    and all are asked for at once. Otherwise pieces are of eight steps, and warps so few that each has two.
+    None where there is no room. The units go to as few warps as need no more turns than ``most`` would.
+    Where ``t.ring_bytes`` hold all weights of a block, or two units a warp, a unit is one piece. Otherwise
+    pieces are of eight steps or a little less, and warps so few that each has two.
     """
-    found, steps = units(mm, rows), mm.w[0].k // 256
-    blocks = min(found, t.sms * t.stage_blocks)
-    each = ceil(found, blocks)
     room = min(t.ring_bytes, t.shared_limit - STATIC_SHARED - input_bytes - 16)
+    steps = k // 256
 
     def warps(most: int) -> int:
-        return ceil(each, ceil(each, max(1, min(most, t.streams, MOST_STREAMS))))
+        return ceil(each, ceil(each, max(1, min(most, t.streams))))
 
-    streams = warps(each)
-    pieces = ceil(each, streams)
-    if streams * pieces * (stream_piece_bytes(rows, steps) + 8) > room:
-        steps = min(steps, PIECE_STEPS)
-        piece = stream_piece_bytes(rows, steps) + 8
-        streams = warps(room // (2 * piece))
-        pieces = max(1, room // (streams * piece))
+    def bytes_of(steps: int) -> int:
+        return stream_piece_bytes(rows, steps) + 8  # and its gate
+
+    streams = warps(most)
+    turns = ceil(each, streams)
+    pieces = min(turns, room // (streams * bytes_of(steps)))
+    if pieces < min(turns, 2):
+        turn = 2 * 4 // rows  # steps of a row that a warp takes at a time
+        steps = min(steps, ceil(ceil(steps, ceil(steps, PIECE_STEPS)), turn) * turn)
+        streams = warps(min(most, room // (2 * bytes_of(steps))))
+        pieces = max(1, room // (streams * bytes_of(steps)))
     shared = stream_bytes(streams, pieces, stream_piece_bytes(rows, steps)) + input_bytes
     if not _fits(shared, t):
         return None
-    return blocks, shared, StreamArgs(streams=streams, pieces=pieces, steps=steps)
+    return shared, StreamArgs(streams=streams, pieces=pieces, steps=steps)
+
+
+def streams_of(mm: Any, rows: int, input_bytes: int, t: Tuning) -> tuple[int, int, Any] | None:
+    """Blocks, one on each multiprocessor, and ``stream_of`` for the rows of ``mm``."""
+    found = units(mm, rows)
+    blocks = min(found, t.sms * t.stage_blocks)
+    stream = stream_of(ceil(found, blocks), mm.w[0].k, rows, input_bytes, t)
+    return None if stream is None else (blocks, *stream)
 
 
 def form_of(mm: Any, forms: Sequence[str], warps: int, weights: str) -> str:
@@ -159,6 +179,31 @@ def _norm_matmul_q4(norm: Any, a8: Any, mm: Any, t: Tuning) -> Launch | None:
     warps = _norm_warps(norm.d, stream.streams, t)
     args = NormMatmulArgs(norm, a8, mm, stream)
     return Launch("k_norm_matmul_q4", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+
+
+def norm_gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:
+    """The first half of a dense FFN of q4local weights: norm, a8, gate and up, SwiGLU, a8."""
+    if not names(ops, "rms_norm", "quantize_a8", "matmul", "swiglu", "quantize_a8"):
+        return None
+    norm, a8, mm, swiglu, h_a8 = (op.args for op in ops[:5])
+    width = swiglu.F
+    fits = norm.M == 1 and mm.M == 1 and mm.n_w == 2 and mm.w[0].n == mm.w[1].n == width and width % 32 == 0
+    fits = fits and weights_of(mm) == "q4" and mm.w[0].k == norm.d == a8.K
+    fits = fits and a8.x == norm.out and mm.xq == a8.q and swiglu.gu == mm.y and swiglu.R == 1
+    fits = fits and h_a8.x == swiglu.h and h_a8.M == 1 and width == h_a8.K and h_a8.q != a8.q
+    if not fits:
+        return None
+    units = width // 32
+    blocks = min(units, t.sms * t.stage_blocks)
+    each = GATE_UP_QUADS * ceil(units, blocks)
+    found = stream_of(each, norm.d, 4, 4 * 128 + _normed_row_bytes(norm.d), t, GATE_UP_QUADS // 2)
+    if found is None:
+        return None
+    shared, stream = found
+    warps = _norm_warps(norm.d, stream.streams + 1, t)  # one makes h
+    args = NormGateUpArgs(norm, a8, mm, swiglu, h_a8, stream)
+    launch = Launch("k_norm_gate_up", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+    return Stage(ops[:5], [launch], written([*ops[:2], *ops[3:5]]), hidden=outputs(ops[2]))
 
 
 def _matmul_add_q4(mm: Any, add: Any, t: Tuning) -> Launch | None:

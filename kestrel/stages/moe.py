@@ -11,7 +11,6 @@ from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of gate and up: four rows of each matrix
-QUAD_SCALES = 2 * 4 * (128 + 16)  # bytes of a warp (``QuadPair``)
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
@@ -41,15 +40,6 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     return Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)
 
 
-def _gate_up_form(mm: Any) -> str:
-    """``any``, or of what number the input's length is a multiple."""
-    k = mm.w[0].k
-    copied = [mm.xq, mm.xd, mm.gsum, *(mm.w[i].scale for i in range(mm.n_w))]
-    if not _q4local(mm) or k % 256 or any(address % 16 for address in copied):
-        return "any"
-    return "256" if k % 2048 else "2048"
-
-
 def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Launch | None:
     """The two matrices, SwiGLU, a8; with ``topk`` the choice of experts ahead of them."""
     experts, width, k = topk is not None, swiglu.F, moe.w[0].k
@@ -63,19 +53,13 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
         return launch
     units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
-    form = "any" if experts else _gate_up_form(moe)
     shared = 4 * 64 + (router_shared_bytes(topk.E, topk.T) if experts else 0)
-    staged = k + k // 4 + warps * QUAD_SCALES
-    if form != "any" and shared + staged <= t.shared_limit - STATIC_SHARED:
-        shared += staged
-    else:
-        form = "any"
     if shared > t.shared_limit - STATIC_SHARED:
         return None
     args = GateUpArgs(moe, swiglu, a8)
     if experts:
         args.topk = topk
-    name = f"k_{'moe_' if experts else ''}gate_up_{form}"
+    name = f"k_{'moe_' if experts else ''}gate_up_any"
     return Launch(name, (min(units, t.sms * t.gate_up_blocks), 1, 1), (32 * warps, 1, 1), shared, args)
 
 
@@ -172,7 +156,7 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
 
 
 def gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:
-    """Gate, up, SwiGLU and a8 of a dense FFN."""
+    """Gate, up, SwiGLU and a8 of a dense FFN whose norm is not joined (``matmul.norm_gate_up``)."""
     if not names(ops, "matmul", "swiglu", "quantize_a8"):
         return None
     mm, swiglu, a8 = (op.args for op in ops[:3])

@@ -19,7 +19,7 @@ from kestrel.launch import (
 from kestrel.ops import Op, WType
 from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs, NormRouterArgs
 from kestrel.stages.attention import attention
-from kestrel.stages.matmul import head, matmul_add, norm
+from kestrel.stages.matmul import head, matmul_add, norm, norm_gate_up
 from kestrel.stages.moe import gate_up, moe_ffn
 from kestrel.stages.stage import Stage, outputs, overlap, source, written
 from kestrel.tap_schedule import TimedTap, group_taps
@@ -35,6 +35,7 @@ def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list
             attention(rest, t)
             or moe_ffn(rest, t)
             or head(rest, t)
+            or norm_gate_up(rest, t)
             or norm(rest, t)
             or gate_up(rest, t)
             or matmul_add(rest, t)

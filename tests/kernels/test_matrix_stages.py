@@ -81,8 +81,14 @@ class Steps:
         return {name: guarded.array for name, guarded in memory.items()}
 
     def check(
-        self, kernel: str, tuning: Tuning, expected: dict[str, npt.NDArray[Any]], seed: int = 0
+        self,
+        kernel: str,
+        tuning: Tuning,
+        expected: dict[str, npt.NDArray[Any]],
+        seed: int = 0,
+        hidden: str = "",
     ) -> None:
+        """``hidden``: an array between the ops that the stage leaves alone."""
         ops, memory = self.bind()
         launches = plan(ops, "l2exact", tuning).main
         assert [launch.kernel for launch in launches] == [kernel]
@@ -90,6 +96,8 @@ class Steps:
             run_launch(launch, seed)
         for name, guarded in memory.items():
             guarded.check(f"{kernel}: {name}")
+            if name == hidden:
+                expected = {**expected, name: self.arrays[name]}
             assert_bits_equal(guarded.array, expected[name], f"{kernel}: {name}", any_nan=True)
 
 
@@ -269,11 +277,11 @@ def test_streams_of_a_shape() -> None:
     for args, rows, streams, pieces, steps in (
         (Args(Q4, 2048, 4096, 512, 512), 4, 10, 1, 8),
         (Args(Q4, 2560, 4096, 1024, 1024), 4, 12, 1, 10),
-        (Args(Q4, 4096, 4096, 1024, 1024), 4, 6, 2, 8),
+        (Args(Q4, 4096, 4096, 1024, 1024), 4, 6, 3, 8),
         (Args(Q4, 4096, 2048), 2, 8, 1, 16),
         (Args(Q4, 4096, 4096), 2, 16, 1, 16),
-        (Args(Q4, 9728, 2560), 2, 10, 3, 8),
-        (Args(Q4, 12288, 4096), 2, 8, 3, 8),
+        (Args(Q4, 9728, 2560), 2, 10, 4, 8),
+        (Args(Q4, 12288, 4096), 2, 16, 2, 8),
     ):
         found = matmul.streams_of(args, rows, split_row_bytes(args.w[0].k), Tuning())
         assert found is not None
@@ -297,6 +305,64 @@ def test_streams_of_any_shape(rng: np.random.Generator, maker: Any) -> None:
             )
         ):
             steps.check(steps.launches(tuning)[0].kernel, tuning, expected, seed)
+
+
+# -- gate and up -----------------------------------------------------------------------------------
+
+
+def norm_gate_up(rng: np.random.Generator, width: int, k: int) -> Steps:
+    h = {f"h_{name}": array for name, array in outputs_of_a8(width).items()}
+    arrays = {
+        "x": values(rng, k),
+        "w": values(rng, k),
+        "nrm": f32(k),
+        "y": f32(2 * width),
+        "h": f32(width),
+        **outputs_of_a8(k),
+        **h,
+    }
+    steps = Steps(arrays, [tensor(rng, Q4, width, k) for _ in range(2)])
+    steps.add("matmul", y="y", M=1, **add_norm(steps, k))
+    steps.add("swiglu", gu="y", h="h", R=1, F=width)
+    steps.add("quantize_a8", x="h", q="h_q", d="h_d", gsum="h_gsum", M=1, K=width)
+    return steps
+
+
+@pytest.mark.parametrize("k", [256, 768, 2560, 4352])
+def test_gate_up(rng: np.random.Generator, k: int) -> None:
+    """One turn and several, warps that share a unit unevenly, rows whole and in pieces; all memory."""
+    steps = norm_gate_up(rng, 224, k)
+    expected = steps.on_cpu()
+    for seed, tuning in enumerate(
+        (
+            Tuning(),
+            Tuning(sms=1, streams=1, ring_bytes=1),
+            Tuning(sms=2, streams=3, ring_bytes=30_000),
+            Tuning(sms=1, streams=5, stage_warps=1),
+            Tuning(sms=2, stage_blocks=2, ring_bytes=50_000),
+        )
+    ):
+        steps.check("k_norm_gate_up", tuning, expected, seed, hidden="y")
+
+
+def test_gate_up_of_special_values(rng: np.random.Generator) -> None:
+    steps = norm_gate_up(rng, 64, 512)
+    for special in (np.nan, np.inf, 3e38, 1e25, 0.0, 1e-18, -0.0):
+        steps.arrays["x"][5] = special
+        steps.check("k_norm_gate_up", Tuning(), steps.on_cpu(), hidden="y")
+
+
+def test_what_keeps_gate_up_apart(rng: np.random.Generator) -> None:
+    for steps, limit in (
+        (norm_gate_up(rng, 64, 352), 200_000),  # no whole steps
+        (norm_gate_up(rng, 80, 512), 200_000),  # no whole groups of h
+        (norm_gate_up(rng, 64, 512), 3_900),  # no room
+    ):
+        if any(given.get("K") == 80 for _, given in steps.ops):
+            steps.ops.pop()
+        kernels = [launch.kernel for launch in steps.launches(Tuning(shared_limit=limit))]
+        assert kernels[0] in ("k_norm_a8", "k_rms_norm_cpu")
+        assert "k_norm_gate_up" not in kernels
 
 
 # -- the head --------------------------------------------------------------------------------------

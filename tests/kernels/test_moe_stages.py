@@ -84,12 +84,6 @@ def moe_config(**shape: Any) -> ModelConfig:
     return tiny_config("qwen3_moe", **{"layers": 1, "vocab": 64, "hidden": 256, **shape})
 
 
-def gate_up_form(hidden: int, wtype: WType = WType.q4local) -> str:
-    if wtype != WType.q4local or hidden % 256:
-        return "any"
-    return "256" if hidden % 2048 else "2048"
-
-
 def expert_stages(config: ModelConfig, wtype: WType = WType.q4local) -> tuple[str, ...]:
     """The launches of the FFN of experts."""
     assert config.moe is not None
@@ -194,7 +188,8 @@ def test_shapes(name: str, wtype: WType) -> None:
 @pytest.mark.parametrize("hidden", [96, 512, 2048, 2560])
 def test_dense(wtype: WType, hidden: int) -> None:
     config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, heads=2, kv_heads=1, ffn=160)
-    stages = () if wtype == WType.bf16 else (f"k_gate_up_{gate_up_form(hidden, wtype)}",)
+    joined = wtype == WType.q4local and hidden % 256 == 0
+    stages = () if wtype == WType.bf16 else ("k_norm_gate_up",) if joined else ("k_norm_a8", "k_gate_up_any")
     check(config, weights_of(config, wtype), kernels=stages)
 
 
