@@ -57,7 +57,7 @@ KERNEL void k_quantize_a8(const QuantizeA8Args a) {
 // Grid-stride over n.
 KERNEL void k_add(const AddArgs a) {
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (long long)gridDim.x * blockDim.x)
-        a.x[i] = a.x[i] + a.y[i];
+        a.out[i] = a.x[i] + a.y[i];
 }
 
 #endif

@@ -303,7 +303,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
             }
         }
         a.combine.out[n + threadIdx.x] = acc;
-        a.add.x[n + threadIdx.x] = x + acc;
+        a.add.out[n + threadIdx.x] = x + acc;
     }
 }
 

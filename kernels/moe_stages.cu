@@ -307,9 +307,8 @@ DEVICE void moe_down_any(const MoeDownArgs &a, int block, unsigned char *shared)
     if ((int)threadIdx.x < count) {  // rows are no more than threads
         float acc = 0.0f;
         for (int t = 0; t < T; t++) acc = fma_f32(sh.p[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
-        float *const x = a.add.x + n + threadIdx.x;
         a.combine.out[n + threadIdx.x] = acc;
-        *x = load_l2(x) + acc;
+        a.add.out[n + threadIdx.x] = load_l2(a.add.x + n + threadIdx.x) + acc;
     }
 }
 

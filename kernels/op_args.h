@@ -104,14 +104,17 @@ struct AttentionArgs {
     const int *base;        // i32[M]
     float *out;             // f32[M, nh, hd]
     void *work;             // backend's scratch, or null
+    float *copies;          // f32[2, nh + nkv, hd], or null: for q and k after the norm and after RoPE, where a kernel that
+                            // makes them on its way leaves q and k as they are
     int M, nh, nkv, hd, ld;
     float qscale;           // (float)(1/sqrt((double)hd))
 };
 
-// x += y, elementwise.
+// out = x + y, elementwise.
 struct AddArgs {
-    float *x;        // f32[n]
+    const float *x;  // f32[n]
     const float *y;  // f32[n]
+    float *out;      // f32[n]; may be x
     long long n;
 };
 

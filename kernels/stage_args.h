@@ -33,7 +33,7 @@ struct NormMatmulArgs {
     StreamArgs stream;  // q4local
 };
 
-// matmul, add: x += y.
+// matmul, add: out = x + y.
 struct MatmulAddArgs {
     MatmulArgs mm;
     AddArgs add;
@@ -70,8 +70,8 @@ struct AttentionStageArgs {
     KvAppendArgs kv;
     AttentionArgs attn;
     QuantizeA8Args a8;
-    float *normed;  // f32[nh + nkv, hd]: q and k after the norm, for taps
-    float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, for taps
+    float *normed;  // f32[nh + nkv, hd]: q and k after the norm, for taps: attn.copies, or else a place in attn.work
+    float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, likewise
     PrefetchRanges next;
     int has_norm;   // 0 | 1
     int has_a8;     // 0 | 1
@@ -97,7 +97,7 @@ struct GateUpArgs {
     int reserved;
 };
 
-// router_topk, moe_matmul by down, moe_combine, add: x += out.
+// router_topk, moe_matmul by down, moe_combine, add.
 struct MoeDownArgs {
     MoeMatmulArgs mm;
     MoeCombineArgs combine;

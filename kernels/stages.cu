@@ -69,9 +69,11 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_matmul_any_u4r2)(const NormMatmulA
     norm_matmul_any<4, 2>(a, blockIdx.x, gridDim.x, shared);
 }
 
-// y, and x += y. What is added to travels while the row is computed.
+// y, and out = x + y. x travels while the row is computed.
 struct AddRows {
-    float *y, *x;
+    float *y;
+    const float *x;
+    float *out;
     float old;
 
     DEVICE_MEMBER void open(const RowUnit &at, int row) {
@@ -80,7 +82,7 @@ struct AddRows {
     DEVICE_MEMBER void close(const RowUnit &at, int row, float mine) {
         if ((unsigned)row < (unsigned)at.rows) {
             y[at.out + row] = mine;
-            x[at.out + row] = old + mine;
+            out[at.out + row] = old + mine;
         }
     }
 };
@@ -104,7 +106,7 @@ DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsign
     units.begin(a.mm, block, blocks);
     wait_for_previous();
     start_next();
-    AddRows out = {a.mm.y, a.add.x, 0.0f};
+    AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
     if (units.any()) out.open(units.at, units.rows.row());
     if (a.staged) {
         const int k = a.mm.w[0].k, groups = k / 32;
@@ -135,7 +137,7 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     in.open(stream.begin(shared, a.stream, block, blocks), k);
     const signed char *from = a.mm.xq + 16 * threadIdx.x;
     settle(from);
-    AddRows out = {a.mm.y, a.add.x, 0.0f};
+    AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
     wait_for_previous(from);
     start_next();
     in.copy(a.mm, from, k);

@@ -17,7 +17,7 @@ from kestrel.backend import Backend
 from kestrel.config import ModelConfig
 from kestrel.errors import ContextOverflowError, KestrelError, NonFiniteError, UsageError
 from kestrel.kvcache import KVCache
-from kestrel.model import Model, Step, Tap, TapLevel, tap_key
+from kestrel.model import Model, Step, Tap, TapLevel, dump_bytes, tap_key
 from kestrel.nonfinite import find_non_finite
 from kestrel.sampling import SamplingParams, sample
 from kestrel.stats import Timings
@@ -45,6 +45,7 @@ def memory_parts(config: ModelConfig, weights: Weights, context: int, rows: int)
         "weights": sum(tensor.nbytes for tensor in weights.values()),
         f"KV cache of {context} positions": context * KVCache.bytes_per_slot(c),
         f"activations of {rows} rows": 4 * rows * widths,
+        "L2 dump": dump_bytes(config, rows),
     }
 
 

@@ -37,13 +37,35 @@ class Tap:
     by_slot: bool  # row m lies at slot base[m] + pos[m] instead of m
     rows_from: int  # first row that has a value (logits of the last rows only)
 
+    @property
+    def name(self) -> str:
+        """The key without its position."""
+        return tap_name(self.layer, self.field)
+
     def key(self, position: int) -> str:
-        return tap_key(position, self.layer, self.field)
+        return f"t{position}_{self.name}"
+
+
+def tap_name(layer: int | None, field: str) -> str:
+    return field if layer is None else f"l{layer}_{field}"
 
 
 def tap_key(position: int, layer: int | None, field: str) -> str:
-    middle = "" if layer is None else f"l{layer}_"
-    return f"t{position}_{middle}{field}"
+    return f"t{position}_{tap_name(layer, field)}"
+
+
+def dump_bytes(config: ModelConfig, rows: int) -> int:
+    """Bytes that dumps take beside the activations: hashes, and the layers' own buffers of one row."""
+    c = config
+    common = 5 * c.hidden_size + (c.q_size + 2 * c.kv_size) + 2 * (c.q_size + c.kv_size) + c.q_size
+    router = 0 if c.moe is None else c.moe.num_experts + 2 * c.moe.top_k
+    layers = range(c.num_layers)
+    kept = 4 * sum(common + (router if c.is_moe_layer(layer) else 0) for layer in layers)
+    return kept + 8 * rows * _most_taps(c)
+
+
+def _most_taps(config: ModelConfig) -> int:
+    return 2 + 20 * config.num_layers
 
 
 @dataclass(frozen=True)
@@ -205,14 +227,15 @@ class _StepBuilder:
         ids = self.model.buffer("ids", 1, np.int32)
         self._emit("embed", "embed", w=self.model._matrix("embed").struct, ids=ids, x=x, M=self.M)
         for layer in range(c.num_layers):
-            self._attention(layer, x)
-            self._ffn(layer, x)
+            x = self._attention(layer, x)
+            x = self._ffn(layer, x)
         if self.L:
             self._output(x)
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _attention(self, layer: int, x: Buffer) -> None:
+    def _attention(self, layer: int, x: Buffer) -> Buffer:
+        """Returns x with what the block adds."""
         c, m = self.config, self.model
         name = f"layers.{layer}."
         ld = c.q_size + 2 * c.kv_size
@@ -220,9 +243,10 @@ class _StepBuilder:
         pos, base = m.buffer("pos", 1, np.int32), m.buffer("base", 1, np.int32)
         kv = m.kv.layers[layer]
 
-        nrm = self._norm(layer, "attn_norm", x)
+        nrm = self._kept("nrm", layer, c.hidden_size)
+        self._norm(f"l{layer}.attn_norm", x, m._vector(name + "attn_norm"), nrm)
         self._tap("nrm", layer, nrm, c.hidden_size)
-        qkv = self._f32("qkv", ld)
+        qkv = self._kept("qkv", layer, ld)
         self._matmul(f"l{layer}.qkv", [name + "q", name + "k", name + "v"], nrm, qkv)
         self._tap("qraw", layer, qkv, c.q_size, width=ld, extended=True)
         self._tap("kraw", layer, qkv, c.kv_size, offset=k_at, width=ld)
@@ -268,7 +292,10 @@ class _StepBuilder:
         self._tap("v", layer, kv.vq, c.kv_size, by_slot=True)
         self._tap("vs", layer, kv.vs, c.num_kv_heads, by_slot=True)
         self._tap("qrope", layer, qkv, c.q_size, width=ld)
-        attn = self._f32("attn", c.q_size)
+        attn = self._kept("attn", layer, c.q_size)
+        work, copies = self._attention_work(), None
+        if work is not None and self._keeps():
+            copies = self._kept("copies", layer, 2 * (c.q_size + c.kv_size))
         self._emit(
             "attention",
             f"l{layer}.attention",
@@ -280,7 +307,8 @@ class _StepBuilder:
             pos=pos,
             base=base,
             out=attn,
-            work=self._attention_work(),
+            work=work,
+            copies=copies,
             M=self.M,
             nh=c.num_heads,
             nkv=c.num_kv_heads,
@@ -291,14 +319,17 @@ class _StepBuilder:
         self._tap("attn", layer, attn, c.q_size)
         out = self._f32("out", c.hidden_size)
         self._matmul(f"l{layer}.o", [name + "o"], attn, out)
-        self._add(f"l{layer}.attn_residual", x, out)
+        x = self._add(f"l{layer}.attn_residual", x, out, self._kept("ores", layer, c.hidden_size, usual="x"))
         self._tap("ores", layer, x, c.hidden_size)
+        return x
 
-    def _ffn(self, layer: int, x: Buffer) -> None:
+    def _ffn(self, layer: int, x: Buffer) -> Buffer:
+        """Returns x with what the block adds."""
         c = self.config
-        nrm = self._norm(layer, "ffn_norm", x)
+        nrm = self._kept("nrm2", layer, c.hidden_size, usual="nrm", extended=True)
+        self._norm(f"l{layer}.ffn_norm", x, self.model._vector(f"layers.{layer}.ffn_norm"), nrm)
         self._tap("nrm2", layer, nrm, c.hidden_size, extended=True)
-        out = self._f32("out", c.hidden_size)
+        out = self._kept("ffn", layer, c.hidden_size, usual="out", extended=True)
         if c.is_moe_layer(layer):
             self._moe(layer, nrm, out)
         else:
@@ -308,16 +339,18 @@ class _StepBuilder:
             self._emit("swiglu", f"l{layer}.swiglu", gu=gu, h=h, R=self.M, F=c.intermediate_size)
             self._matmul(f"l{layer}.down", [name + "down"], h, out)
         self._tap("ffn", layer, out, c.hidden_size, extended=True)
-        self._add(f"l{layer}.ffn_residual", x, out)
+        x = self._add(f"l{layer}.ffn_residual", x, out, self._kept("x", layer, c.hidden_size))
         self._tap("x", layer, x, c.hidden_size)
+        return x
 
     def _moe(self, layer: int, nrm: Buffer, out: Buffer) -> None:
-        c, m = self.config, self.model
+        c = self.config
         assert c.moe is not None
         E, T, F = c.moe.num_experts, c.moe.top_k, c.moe.intermediate_size
         name = f"layers.{layer}."
-        rlogits = self._f32("rlogits", E)
-        rids, rweights = m.buffer("rids", T, np.int32), self._f32("rweights", T)
+        rlogits = self._kept("rlogits", layer, E, extended=True)
+        rids = self._kept("rids", layer, T, np.int32, extended=True)
+        rweights = self._kept("rweights", layer, T, extended=True)
         self._matmul(f"l{layer}.router", [name + "router"], nrm, rlogits)
         self._tap("rlogits", layer, rlogits, E, extended=True)
         self._emit(
@@ -376,6 +409,25 @@ class _StepBuilder:
     def _f32(self, name: str, width: int) -> Buffer:
         return self.model.buffer(name, width, np.float32)
 
+    def _keeps(self, extended: bool = False) -> bool:
+        """Whether values stay until the end of the step, so that their hashes need not hurry."""
+        return self.M == 1 and self.tap_level in (("extended",) if extended else ("standard", "extended"))
+
+    def _kept(
+        self,
+        name: str,
+        layer: int,
+        width: int,
+        dtype: npt.DTypeLike = np.float32,
+        *,
+        usual: str | None = None,
+        extended: bool = False,
+    ) -> Buffer:
+        """A buffer for a value with a tap: the layer's own, or the activation ``usual`` of all layers."""
+        if self._keeps(extended):
+            return self.model.buffer(f"{name}.{layer}", width, dtype, 1)
+        return self.model.buffer(usual or name, width, dtype)
+
     def _attention_work(self) -> Buffer | None:
         c, m = self.config, self.model
         size = m.backend.attention_work_bytes(m.max_rows, c.num_heads, c.head_dim, m.kv.slots)
@@ -383,21 +435,9 @@ class _StepBuilder:
             m._buffers["attention_work"] = m.backend.zeros((size,), np.uint8)  # its counters start at zero
         return m._buffers.get("attention_work")
 
-    def _norm(self, layer: int, name: str, x: Buffer) -> Buffer:
+    def _norm(self, label: str, x: Buffer, weight: Buffer, out: Buffer) -> None:
         c = self.config
-        out = self._f32("nrm", c.hidden_size)
-        weight = self.model._vector(f"layers.{layer}.{name}")
-        self._emit(
-            "rms_norm",
-            f"l{layer}.{name}",
-            x=x,
-            w=weight,
-            out=out,
-            M=self.M,
-            d=c.hidden_size,
-            eps=c.rms_norm_eps,
-        )
-        return out
+        self._emit("rms_norm", label, x=x, w=weight, out=out, M=self.M, d=c.hidden_size, eps=c.rms_norm_eps)
 
     def _a8(self, label: str, x: Buffer, k: int, rows: int) -> Mapping[str, Any]:
         """The a8 form of ``x``.
@@ -456,8 +496,9 @@ class _StepBuilder:
             **inputs,
         )
 
-    def _add(self, label: str, x: Buffer, y: Buffer) -> None:
-        self._emit("add", label, x=x, y=y, n=self.M * self.config.hidden_size)
+    def _add(self, label: str, x: Buffer, y: Buffer, out: Buffer) -> Buffer:
+        self._emit("add", label, x=x, y=y, out=out, n=self.M * self.config.hidden_size)
+        return out
 
     def _tap(
         self,
@@ -492,13 +533,13 @@ class _StepBuilder:
         )
         self.taps.append(tap)
         m = self.model
-        out = m.buffer("hash", m.max_rows, np.uint64, 2 + 20 * self.config.num_layers)
+        out = m.buffer("hash", m.max_rows, np.uint64, _most_taps(self.config))
         args: dict[str, Any] = {}
         if by_slot:
             args = {"row0": m.buffer("base", 1, np.int32), "row1": m.buffer("pos", 1, np.int32)}
         self._emit(
             "l2_hash",
-            "tap." + tap_key(0, layer, field)[3:],
+            "tap." + tap_name(layer, field),
             x=(buffer, offset),
             out=(out, 8 * (index * self.M + rows_from)),
             stride=stride,

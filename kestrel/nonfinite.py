@@ -96,7 +96,7 @@ def _output_rows(model: Model, op: Op) -> list[npt.NDArray[np.float32]]:
     args: Any = op.args
     if op.name == "add":
         width = model.config.hidden_size
-        return [_read(model, args.x, args.n // width, width, width)]
+        return [_read(model, args.out, args.n // width, width, width)]
     if op.name == "kv_append":
         layer = model.kv.layers[int(op.label.partition(".")[0][1:])]
         # Slots of this step: base is 0 and positions are consecutive when tokens are searched.

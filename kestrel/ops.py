@@ -87,11 +87,11 @@ KvAppendArgs = _struct(
 )
 AttentionArgs = _struct(
     "AttentionArgs",
-    *_pointers("q", "kq", "ks", "vq", "vs", "pos", "base", "out", "work"),
+    *_pointers("q", "kq", "ks", "vq", "vs", "pos", "base", "out", "work", "copies"),
     *_ints("M", "nh", "nkv", "hd", "ld"),
     ("qscale", Float),
 )
-AddArgs = _struct("AddArgs", *_pointers("x", "y"), ("n", ctypes.c_int64))
+AddArgs = _struct("AddArgs", *_pointers("x", "y", "out"), ("n", ctypes.c_int64))
 SwigluArgs = _struct("SwigluArgs", *_pointers("gu", "h"), *_ints("R", "F"))
 RouterTopkArgs = _struct(
     "RouterTopkArgs",

@@ -8,7 +8,7 @@ void add_scalar(const void *args, ThreadContext &context) {
     const auto &a = *static_cast<const AddArgs *>(args);
     int64_t begin, end;
     context.split(a.n, 1024, &begin, &end);
-    for (int64_t i = begin; i < end; i++) a.x[i] = a.x[i] + a.y[i];
+    for (int64_t i = begin; i < end; i++) a.out[i] = a.x[i] + a.y[i];
 }
 
 bool add_serial(const void *args) { return static_cast<const AddArgs *>(args)->n <= 4 * kSerialElements; }

@@ -53,11 +53,12 @@ std::vector<StructLayout> struct_layouts() {
         using Struct = AttentionArgs;
         layouts.push_back({"attention", sizeof(Struct),
             {MEMBER(q), MEMBER(kq), MEMBER(ks), MEMBER(vq), MEMBER(vs), MEMBER(pos), MEMBER(base), MEMBER(out),
-             MEMBER(work), MEMBER(M), MEMBER(nh), MEMBER(nkv), MEMBER(hd), MEMBER(ld), MEMBER(qscale)}});
+             MEMBER(work), MEMBER(copies), MEMBER(M), MEMBER(nh), MEMBER(nkv), MEMBER(hd), MEMBER(ld),
+             MEMBER(qscale)}});
     }
     {
         using Struct = AddArgs;
-        layouts.push_back({"add", sizeof(Struct), {MEMBER(x), MEMBER(y), MEMBER(n)}});
+        layouts.push_back({"add", sizeof(Struct), {MEMBER(x), MEMBER(y), MEMBER(out), MEMBER(n)}});
     }
     {
         using Struct = SwigluArgs;

@@ -45,8 +45,8 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
         if a8.x == attn.out and a8.M == 1 and attn.hd % 32 == 0:
             args.a8, args.has_a8 = a8, 1
             count += 1
-    args.normed = attn.work + 4 * ATTENTION_COUNTERS
-    args.roped = args.normed + 8 * attn.nh * attn.hd
+    args.normed = attn.copies or attn.work + 4 * ATTENTION_COUNTERS
+    args.roped = args.normed + 4 * (attn.nh + attn.nkv) * attn.hd
     rows = (q, q + 4 * (attn.nh + attn.nkv) * attn.hd)
 
     def moved(i: int, address: int) -> int | None:

@@ -50,7 +50,7 @@ def outputs(op: Op) -> list[Range]:
         case "attention":
             found = [(a.out, 4 * a.M * a.nh * a.hd)]
         case "add":
-            found = [(a.x, 4 * a.n)]
+            found = [(a.out, 4 * a.n)]
         case "swiglu":
             found = [(a.h, 4 * a.R * a.F)]
         case "router_topk":

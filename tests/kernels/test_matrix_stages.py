@@ -131,16 +131,18 @@ def norm_matmul(rng: np.random.Generator, kinds: Sequence[WType], sizes: Sequenc
     return steps
 
 
-def matmul_add(rng: np.random.Generator, kinds: Sequence[WType], sizes: Sequence[int], k: int) -> Steps:
+def matmul_add(
+    rng: np.random.Generator, kinds: Sequence[WType], sizes: Sequence[int], k: int, out: str = "sum"
+) -> Steps:
     n = sum(sizes)
-    arrays = {"x": values(rng, n), "y": f32(n), "input": values(rng, k)}
+    arrays = {"x": values(rng, n), "y": f32(n), "sum": f32(n), "input": values(rng, k)}
     a8 = any(kind != BF16 for kind in kinds)
     if a8:
         arrays |= {name: array[0] for name, array in quantised(rng, 1, k).items()}
     steps = Steps(arrays, [tensor(rng, kind, n, k) for kind, n in zip(kinds, sizes, strict=True)])
     inputs = {"x": "input", **({"xq": "xq", "xd": "xd", "gsum": "gsum"} if a8 else {})}
     steps.add("matmul", y="y", M=1, **inputs)
-    steps.add("add", x="x", y="y", n=n)
+    steps.add("add", x="x", y="y", out=out, n=n)
     return steps
 
 

@@ -103,7 +103,7 @@ def test_quantize_a8(rng: np.random.Generator, rows: int, k: int) -> None:
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 5000])
 def test_add(rng: np.random.Generator, n: int) -> None:
     x, y = (values(rng, n, special=0.1, non_finite=0.02) for _ in range(2))
-    Case("add", {"x": x, "y": y}, n=n).check()
+    Case("add", {"x": x, "y": y, "out": f32(n)}, n=n).check()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (3, 257), (8, 768)])

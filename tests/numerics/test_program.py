@@ -23,7 +23,7 @@ ISAS = _native.isa_available()
 
 
 def add_op(x: Any, y: Any) -> tuple[str, bytes]:
-    return "add", bytes(op_args("add", x=x, y=y, n=x.size))
+    return "add", bytes(op_args("add", x=x, y=y, out=x, n=x.size))
 
 
 def test_isa_levels_and_threads() -> None:
@@ -154,8 +154,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell s
 threads = int(sys.argv[1])
 x, y = np.zeros(300_000, np.float32), np.ones(300_000, np.float32)
 small = np.zeros(4, np.float32)
-ops = [("add", bytes(op_args("add", x=x, y=y, n=x.size)))] * 3 + [
-    ("add", bytes(op_args("add", x=small, y=y, n=4)))] * 3
+ops = [("add", bytes(op_args("add", x=x, y=y, out=x, n=x.size)))] * 3 + [
+    ("add", bytes(op_args("add", x=small, y=y, out=small, n=4)))] * 3
 long = _native.Program(ops * 100_000, threads, "scalar")  # minutes
 start = time.monotonic()
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -168,7 +168,7 @@ else:
 if seconds > 5:
     sys.exit(f"interrupted only after {seconds} s")
 x[:] = 0
-short = _native.Program([("add", bytes(op_args("add", x=x, y=y, n=x.size)))] * 5, threads, "scalar")
+short = _native.Program([("add", bytes(op_args("add", x=x, y=y, out=x, n=x.size)))] * 5, threads, "scalar")
 for _ in range(3):
     short.run()
 if not (x == 15).all():
@@ -210,7 +210,7 @@ from tests.support.run_op import op_args
 
 def program(threads, count):
     x, y = np.zeros(300_000, np.float32), np.ones(300_000, np.float32)
-    op = ("add", bytes(op_args("add", x=x, y=y, n=x.size)))
+    op = ("add", bytes(op_args("add", x=x, y=y, out=x, n=x.size)))
     return _native.Program([op] * count, threads, "scalar"), x, y
 
 busy, *keep = program(3, 4000)
@@ -272,7 +272,7 @@ from kestrel import _native
 from tests.support.run_op import op_args
 
 x, y = np.zeros(300_000, np.float32), np.ones(300_000, np.float32)
-op = ("add", bytes(op_args("add", x=x, y=y, n=x.size)))
+op = ("add", bytes(op_args("add", x=x, y=y, out=x, n=x.size)))
 program = _native.Program([op] * 20, {threads}, "scalar")
 
 def work():

@@ -30,6 +30,7 @@ def make_case(
         "pos": pos,
         "base": base,
         "work": None,
+        "copies": None,
         "M": M,
         "nh": nh,
         "nkv": nkv,

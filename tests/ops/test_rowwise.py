@@ -165,7 +165,12 @@ def test_add(n: int) -> None:
     x, y = sprinkle(normal(n)), sprinkle(normal(n, 7), 8)
     with np.errstate(all="ignore"):
         expected = x + y
-    check_forms("add", {"x": expected}, x=x, y=y, n=n)
+    check_forms("add", {"out": expected}, x=x, y=y, n=n)
+    for place in (x, y):  # in place
+        before = place.copy()
+        run_op("add", x=x, y=y, out=place, n=n)
+        assert_bits_equal(place, expected, "add in place", any_nan=True)
+        place[:] = before
 
 
 @pytest.mark.parametrize(("R", "F"), [(1, 1), (1, 31), (3, 77), (9, 768), (64, 200)])

@@ -276,7 +276,9 @@ def check_add() -> None:
     rng = np.random.default_rng(12)
     x, y = normal(rng, 1000), normal(rng, 1000)
     expected = x.astype(np.float64) + y
-    assert_close(run_op("add", x=x, y=y, n=1000)["x"], expected, U * np.abs(expected))
+    assert_close(
+        run_op("add", x=x, y=y, out=np.zeros(1000, F32), n=1000)["out"], expected, U * np.abs(expected)
+    )
 
 
 def check_argmax() -> None:
@@ -332,7 +334,7 @@ OUTPUTS = {
     "rope": "x",
     "kv_append": "ks",
     "attention": "out",
-    "add": "x",
+    "add": "out",
     "swiglu": "h",
     "router_topk": "weights",
     "moe_matmul": "y",

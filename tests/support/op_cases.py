@@ -275,7 +275,11 @@ def attention(
 def add(n: int) -> Case:
     rng = np.random.default_rng(seed_of("add", n))
     return Case(
-        "add", f"n={n}", {"x": salted(rng, (1, n)), "y": salted(rng, (1, n))}, {"n": n}, in_place=("x",)
+        "add",
+        f"n={n}",
+        {"x": salted(rng, (1, n)), "y": salted(rng, (1, n))},
+        {"n": n},
+        {"out": ((1, n), np.float32)},
     )
 
 
