@@ -2,6 +2,7 @@
 
     python -m bench.kernels --shape qwen3-30b-a3b --depth 1024 --mode l2exact,fast
     python -m bench.kernels -m models/smollm2-135m-instruct --ops     # unjoined: one kernel an op
+    python -m bench.kernels --taps standard                           # with the hashes of a full dump
 
 The launches of one kernel and grid in all layers are recorded as one graph and replayed, each on the weights
 of its own layer, so that caches are as cold as in a real step; launches that may overlap their neighbour do.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -30,7 +31,8 @@ from kestrel.benchmark.shapes import SHAPES, shape
 from kestrel.benchmark.synthetic import pending_weights
 from kestrel.config import ModelConfig
 from kestrel.errors import KestrelError
-from kestrel.launch import Launch
+from kestrel.launch import Launch, taps_of
+from kestrel.model import TapLevel
 from kestrel.ops import OPS, WType
 from kestrel.paths import resolve_model
 from kestrel.weights import Weights, load_model_folder
@@ -42,18 +44,14 @@ REPEATS = 20
 
 
 def parts_of(args: ctypes.Structure) -> Iterator[ctypes.Structure]:
-    """The op arguments within a launch's arguments: itself, the members of a stage, the taps of a hash."""
+    """The op arguments within a launch's arguments: itself, or the members of a stage."""
     if type(args) in {spec.args for spec in OPS.values()}:
         yield args
         return
-    count = getattr(args, "count", None)
     for name, *_ in args._fields_:
         member = getattr(args, str(name))
         if isinstance(member, ctypes.Structure):
             yield from parts_of(member)
-        elif isinstance(member, ctypes.Array) and issubclass(member._type_, ctypes.Structure):
-            for item in member[:count]:
-                yield from parts_of(item)
 
 
 def bytes_of(args: ctypes.Structure, depth: int) -> int:
@@ -65,6 +63,10 @@ def launch_bytes(launch: Launch, depth: int) -> int:
     """The same of a launch, which may share its arguments with another one of its stage."""
     if launch.kernel.startswith("k_attn_merge"):
         return 0  # partial states, from the cache; the K and V rows are k_attn_stage's
+    if getattr(launch.args, "phase", 0):
+        return 0  # a long row that is hashed, as the launch before left it
+    if launch.table:
+        return sum(bytes_of(tap, depth) for tap in taps_of(launch))
     return bytes_of(launch.args, depth)
 
 
@@ -201,7 +203,9 @@ def resources(backend: Any, item: Any) -> dict[str, Any]:
     }
 
 
-def measure(runner: Runner, mode: str, depth: int, copy: float, *, ops: bool) -> tuple[list[Row], float]:
+def measure(
+    runner: Runner, mode: str, depth: int, copy: float, *, ops: bool, taps: TapLevel = "off"
+) -> tuple[list[Row], float]:
     """A row for each kernel and grid, and microseconds of the whole step as one graph."""
     from bench.gpu.profile import replay_microseconds
     from kestrel.launch import launches
@@ -210,7 +214,7 @@ def measure(runner: Runner, mode: str, depth: int, copy: float, *, ops: bool) ->
     runner.fill_depth(depth)
     model = runner.model
     model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
-    step = model.step(1, 1)
+    step = model.step(1, 1, taps)
     program: Any = step.program
     whole = replay_microseconds(backend, program.whole.main, REPEATS)
     prepared = program.whole.main
@@ -265,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     model_flags(parser)
     parser.add_argument("--ops", action="store_true", help="one kernel an op, as in passes of many rows")
+    parser.add_argument("--taps", choices=get_args(TapLevel), default="off", help="with the hashes of a dump")
     args = parser.parse_args(argv)
     try:
         modes = [parse_mode(mode) for mode in args.mode.split(",")]
@@ -283,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         for mode, backend in zip(modes, backends, strict=True):
             runner = Runner(config, weights, backend, context=max(depths) + 8, chunk=1, seed=0)
             for depth in depths:
-                rows, whole = measure(runner, mode, depth, copy, ops=args.ops)
+                rows, whole = measure(runner, mode, depth, copy, ops=args.ops, taps=args.taps)
                 total = sum(row.us * row.launches for row in rows)
                 print(
                     f"\n{mode}, depth {depth}: whole step {whole:.1f} us, sum of the parts {total:.1f} us\n"

@@ -22,7 +22,8 @@ ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
-HASHES_PER_LAUNCH = 32
+LONG_TILES = 256  # of a row whose hash many blocks share, as in kernels/l2_hash.cu
+HASH_BYTES = 32  # of a row to a thread
 STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
@@ -81,8 +82,8 @@ class Tuning:
     expert_slots: int = 2  # units of 32 rows of both that a block of theirs has in flight, at most
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
-    hash_bytes: int = 32  # of a thread, while a row has threads enough
-    hash_max_threads: int = 1024
+    hash_threads: int = 256  # of a block, at most 256
+    hash_long_bytes: int = 1 << 15  # of a row that many blocks share, if it is the only one of its tap
     shared_carveout: int = 100  # percent of L1 to be shared memory; -1: as each kernel needs
     programmatic: int = 1  # 0: a kernel begins when the one before it has ended
     hash_beside: int = 2  # launches that hashes should have to run beside
@@ -103,6 +104,8 @@ PROGRAMMATIC = frozenset(
         *EXPERT_STAGES,
         "k_matmul",
         "k_argmax",
+        "k_l2_hash_many",
+        "k_l2_hash_long",
         "k_feedback",
     }
 )
@@ -118,16 +121,19 @@ class Launch:
     shared: int  # bytes of dynamic shared memory
     args: ctypes.Structure
     cluster: int = 1  # blocks along x that run at the same time and reach each other's shared memory
+    table: bytes = b""  # what ``args.table`` points at, where there is one: the backend keeps a copy
 
 
 class L2HashManyArgs(ctypes.Structure):
     """Of ``k_l2_hash_many``: several taps in one launch."""
 
-    _fields_ = [
-        ("tap", L2HashArgs * HASHES_PER_LAUNCH),
-        ("count", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    ]
+    _fields_ = [("table", ctypes.c_uint64)]  # L2HashArgs[gridDim.y]
+
+
+class L2HashLongArgs(ctypes.Structure):
+    """Of ``k_l2_hash_long``: one row by many blocks, in three launches."""
+
+    _fields_ = [("tap", L2HashArgs), ("phase", ctypes.c_int32), ("reserved", ctypes.c_int32)]
 
 
 @dataclass(frozen=True)
@@ -360,7 +366,7 @@ def _argmax(a: Any, t: Tuning) -> list[Launch]:
 
 
 def _hash_threads(nbytes: int, t: Tuning) -> int:
-    return min(t.hash_max_threads, max(32, _round_up(_ceil(nbytes, t.hash_bytes), 32)))
+    return min(t.hash_threads, max(32, _round_up(_ceil(nbytes, HASH_BYTES), 32)))
 
 
 def _l2_hash(a: Any, t: Tuning) -> list[Launch]:
@@ -422,19 +428,41 @@ def launches(op: Op, mode: Mode = "l2exact", tuning: Tuning | None = None) -> li
     return in_mode(_BUILDERS[op.name](op.args, tuning or Tuning()), mode)
 
 
-def merge_hashes(ops: Sequence[ctypes.Structure], tuning: Tuning | None = None) -> list[Launch]:
-    """Taps that may be hashed at the same time, in as few launches as possible."""
+def merge_hashes(taps: Sequence[Any], tuning: Tuning | None = None) -> Launch:
+    """Taps that may be hashed at the same time, in one launch."""
     t = tuning or Tuning()
-    found = []
-    for i in range(0, len(ops), HASHES_PER_LAUNCH):
-        part: list[Any] = list(ops[i : i + HASHES_PER_LAUNCH])
-        args = L2HashManyArgs(count=len(part))
-        for j, tap in enumerate(part):
-            args.tap[j] = tap
-        threads = max(_hash_threads(tap.bytes, t) for tap in part)
-        rows = max(tap.M for tap in part)
-        found.append(Launch("k_l2_hash_many", (rows, len(part), 1), (threads, 1, 1), 0, args))
+    args = L2HashManyArgs()
+    threads = max(_hash_threads(tap.bytes, t) for tap in taps)
+    grid = (max(tap.M for tap in taps), len(taps), 1)
+    return Launch("k_l2_hash_many", grid, (threads, 1, 1), 0, args, table=b"".join(map(bytes, taps)))
+
+
+def hash_last(taps: Sequence[Any], tuning: Tuning | None = None) -> list[Launch]:
+    """Hashes at the end of a step, when nothing else is left to run: many blocks share a long row."""
+    t = tuning or Tuning()
+    long: list[tuple[Any, int]] = []  # with its tiles
+    short: list[Any] = []
+    for tap in taps:
+        tiles = _ceil(tap.bytes, HASH_BYTES * t.hash_threads)
+        shared = tap.M == 1 and tap.bytes % 4 == 0 and tap.bytes > t.hash_long_bytes
+        if shared and 1 < tiles <= LONG_TILES:
+            long.append((tap, tiles))
+        else:
+            short.append(tap)
+    found = [merge_hashes(short, t)] if short else []
+    for tap, tiles in long:
+        for phase, guesses in enumerate((8, 8, 1)):
+            args = L2HashLongArgs(tap, phase)
+            found.append(Launch("k_l2_hash_long", (tiles, guesses, 1), (t.hash_threads, 1, 1), 0, args))
     return found
+
+
+def taps_of(launch: Launch) -> list[Any]:
+    """The ``l2_hash`` arguments of a launch that hashes."""
+    args: Any = launch.args
+    if isinstance(args, L2HashManyArgs):
+        return list((L2HashArgs * launch.grid[1]).from_buffer_copy(launch.table))
+    return [args.tap] if isinstance(args, L2HashLongArgs) else []
 
 
 def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> Plan:

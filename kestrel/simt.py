@@ -31,8 +31,12 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any
 
 def run_launch(launch: Launch, seed: int = 0) -> None:
     """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees."""
-    args = bytes(launch.args)
-    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, args, seed, launch.cluster)
+    args: Any = launch.args
+    if launch.table:
+        table = np.frombuffer(launch.table, np.uint8)
+        args = type(args).from_buffer_copy(args)
+        args.table = table.ctypes.data
+    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, launch.cluster)
 
 
 class SimtProgram:

@@ -1,4 +1,5 @@
-"""When taps are hashed: several in one launch, beside the kernels of the step instead of between them.
+"""When taps are hashed whose values something overwrites: several in one launch, beside the kernels of the
+step instead of between them. (The others are hashed behind the step.)
 
 A tap may be hashed from the moment its value is there (``ready``) until something overwrites it
 (``deadline``). In that time it can run beside other kernels, so that a dump costs little; taps whose times

@@ -41,6 +41,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_argmax, ArgmaxArgs),
         SIMT_KERNEL(k_l2_hash, L2HashArgs),
         SIMT_KERNEL(k_l2_hash_many, L2HashManyArgs),
+        SIMT_KERNEL(k_l2_hash_long, L2HashLongArgs),
         SIMT_KERNEL(k_norm_a8, NormA8Args),
         SIMT_KERNEL(k_norm_matmul_q4, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_any_u2r4, NormMatmulArgs),

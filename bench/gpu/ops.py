@@ -162,17 +162,21 @@ GEOMETRIES = (
     Tuning(
         matmul_row_tile=1, rope_blocks=1, rope_threads=32, kv_warps=1, router_threads=32, argmax_threads=32
     ),
+    Tuning(matmul_row_tile=2, attention_heads=1, attention_slots=1, attention_threads=64, hash_threads=32),
     Tuning(
-        matmul_row_tile=2, attention_heads=1, attention_slots=1, attention_threads=64, hash_max_threads=32
+        matmul_row_tile=4,
+        attention_heads=3,
+        attention_slots=5,
+        attention_threads=512,
+        hash_long_bytes=1 << 30,
     ),
-    Tuning(matmul_row_tile=4, attention_heads=3, attention_slots=5, attention_threads=512, hash_bytes=7),
     Tuning(
         programmatic=0,
         matmul_max_blocks=3,
         attention_slots=32,
         router_threads=1024,
         kv_warps=16,
-        hash_bytes=256,
+        hash_threads=128,
     ),
 )
 

@@ -49,6 +49,7 @@ class PreparedLaunch:
     address: int  # of ``parameters``
     early: Any  # driver.CUlaunchConfig that lets it begin while the launch before it runs, or None
     clustered: Any  # the same for a cluster that waits for the launch before it; None without clusters
+    table: CudaBuffer | None  # the device's copy of ``launch.table``
 
 
 class PreparedPlan:
@@ -375,10 +376,14 @@ class CudaBackend:
             return CudaProgram(self, ops)
 
     def prepare(self, planned: Sequence[Launch]) -> list[PreparedLaunch]:
-        """Launches with their kernels looked up and their arguments stored."""
+        """Launches with their kernels looked up, their arguments and tables stored."""
         prepared = []
         for launch in planned:
-            arguments = type(launch.args).from_buffer_copy(launch.args)
+            arguments: Any = type(launch.args).from_buffer_copy(launch.args)
+            table = None
+            if launch.table:
+                table = self.upload(np.frombuffer(launch.table, np.uint8))
+                arguments.table = table.ptr
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             if launch.cluster > self.tuning.max_cluster:
                 raise BackendError(
@@ -392,7 +397,7 @@ class CudaBackend:
             clustered = launch_config(launch, early=False) if launch.cluster > 1 else None
             address = ctypes.addressof(parameters)
             prepared.append(
-                PreparedLaunch(launch, function, arguments, parameters, address, early, clustered)
+                PreparedLaunch(launch, function, arguments, parameters, address, early, clustered, table)
             )
         return prepared
 

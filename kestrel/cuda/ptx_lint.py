@@ -38,6 +38,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_feedback": frozenset(),
     "k_l2_hash": frozenset(),
     "k_l2_hash_many": frozenset(),
+    "k_l2_hash_long": frozenset(),
     "k_norm_a8": frozenset({"f32"}),
     **{f"k_norm_matmul_{suffix}": frozenset({"f32"}) for suffix in NORM_MATMUL_FORMS},
     **{f"k_matmul_add_{suffix}": frozenset({"f32"}) for suffix in MATMUL_ADD_FORMS},

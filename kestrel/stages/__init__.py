@@ -2,8 +2,8 @@
 
 The planner looks for the op sequences that ``kernels/stages.cu``, ``kernels/moe_stages.cu`` and
 ``k_attn_stage`` implement and leaves every other op as it is. Taps do not change what is joined: a stage
-leaves the bits of its ops wherever a tap reads them, and a hash runs any time before its source is
-overwritten, so that many share a launch.
+leaves the bits of its ops wherever a tap reads them, and a hash runs behind the step, or, where something
+overwrites its source, any time before that.
 """
 
 from kestrel.stages.planner import plan_stages

@@ -1,4 +1,4 @@
-"""Cuts the ops of a step into stages and places its taps beside them."""
+"""Cuts the ops of a step into stages and places its taps beside them or behind the last one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kestrel.launch import (
     Plan,
     SideLaunch,
     Tuning,
+    hash_last,
     in_mode,
     launches,
     merge_hashes,
@@ -116,10 +117,8 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
                     tap = copy
                 pending.append(TimedTap(tap, len(main), 0))
         at += len(stage.ops)
-    done += [replace(tap, deadline=len(main)) for tap in pending]
     side = [
-        SideLaunch(launch, group.after, group.before)
+        SideLaunch(merge_hashes(group.taps, t), group.after, group.before)
         for group in group_taps(done, t.hash_beside)
-        for launch in merge_hashes(group.taps, t)
     ]
-    return Plan(main, side)
+    return Plan([*main, *hash_last([tap.args for tap in pending], t)], side)

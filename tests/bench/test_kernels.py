@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bench import kernels, profile_decode
-from bench.kernels import Row, bytes_of, launch_bytes, parts_of, table
+from bench.kernels import Row, launch_bytes, table
 from bench.profile_decode import Span, chrome_trace, summary
 from kestrel.benchmark.shapes import SHAPES, kv_bytes_per_token, weight_bytes_per_token
 from kestrel.benchmark.synthetic import pending_weights
 from kestrel.config import ModelConfig
-from kestrel.launch import Plan, launches, plan
+from kestrel.launch import Plan, launches, plan, taps_of
 from kestrel.model import Model
 from kestrel.ops import WType
 from kestrel.simt import SimtBackend
@@ -66,9 +66,9 @@ def test_the_launches_of_a_step_read_what_a_token_reads(name: str, joined: bool)
 def test_hashes_count_what_they_read(small_config: ModelConfig, small_weights: Weights) -> None:
     ops, planned = step(small_config, small_weights, "standard")
     hashes = [op for op in ops if op.name == "l2_hash"]
-    expected = sum(op.args.bytes for op in hashes)
-    assert sum(bytes_of(side.launch.args, 0) for side in planned.side) == expected
-    assert sum(len(list(parts_of(side.launch.args))) for side in planned.side) == len(hashes) == 24
+    found = [launch for launch in planned.main if launch.kernel.startswith("k_l2_hash")]
+    assert sum(launch_bytes(launch, 0) for launch in found) == sum(op.args.bytes for op in hashes)
+    assert sum(len(taps_of(launch)) for launch in found) == len(hashes) == 24
 
 
 def test_the_table_begins_with_what_costs_most() -> None:

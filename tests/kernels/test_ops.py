@@ -415,7 +415,7 @@ def test_l2_hash_of_bytes(rng: np.random.Generator, nbytes: int) -> None:
         case = Case("l2_hash", {"x": x, "out": np.zeros(4, np.uint64)}, M=4, stride=stride, bytes=nbytes)
         expected = case.on_cpu()
         case.check(expected=expected, seed=nbytes)
-        case.check(Tuning(hash_max_threads=64), expected=expected)
+        case.check(Tuning(hash_threads=64), expected=expected)
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 64, 512, 2048, 4096, 20001])
