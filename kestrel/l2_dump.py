@@ -44,6 +44,8 @@ class DumpWriter:
         self.path = Path(path)
         self.level = level
         self.keys = 0
+        self._taps: Sequence[Tap] = []  # of the last rows, and their names
+        self._names: list[tuple[str, int]] = []
         self._partial: Path | None = None
         self._target = Path(os.path.realpath(self.path))  # a link stays one
         self._file: IO[str] = sys.stdout
@@ -79,12 +81,18 @@ class DumpWriter:
 
     def rows(self, taps: Sequence[Tap], start: int, hashes: npt.NDArray[np.uint64]) -> None:
         """One line per tap of each position. ``hashes`` is u64[taps, M]."""
-        columns = hashes.T.tolist()
-        for row, values in enumerate(columns):
-            present = [(tap, value) for tap, value in zip(taps, values, strict=True) if row >= tap.rows_from]
+        if taps is not self._taps:  # each step of one length has the same list
+            self._taps, self._names = taps, [(tap.name, tap.rows_from) for tap in taps]
+        for row, column in enumerate(hashes.T):
+            text, key = column.astype(">u8").tobytes().hex(), f"t{start + row}_"
+            lines = [
+                f"{key}{name} {text[at : at + 16]}\n"
+                for (name, rows_from), at in zip(self._names, range(0, len(text), 16), strict=True)
+                if row >= rows_from
+            ]
             with self._named():
-                self._file.writelines(f"{tap.key(start + row)} {value:016x}\n" for tap, value in present)
-            self.keys += len(present)
+                self._file.write("".join(lines))
+            self.keys += len(lines)
 
     def commit(self, generated: Sequence[int]) -> None:
         """Add the closing lines and give the file its name."""
