@@ -382,7 +382,9 @@ class CudaBackend:
             arguments: Any = type(launch.args).from_buffer_copy(launch.args)
             table = None
             if launch.table:
-                table = self.upload(np.frombuffer(launch.table, np.uint8))
+                content = np.frombuffer(launch.table, np.uint8)
+                table = self.empty(content.shape, content.dtype)
+                self.write(table, content)
                 arguments.table = table.ptr
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             if launch.cluster > self.tuning.max_cluster:
