@@ -34,8 +34,7 @@ DEVICE void norm_gate_up(const NormGateUpArgs &a, int block, int blocks, unsigne
     float *const terms = (float *)in.open(stream.open(shared + 512, a.norm.d, a.stream, warp), a.norm.d);
     stream.begin(place, warp < a.stream.streams ? warp : quads, quads, a.stream.streams);
     touch_exp_table();
-    const NormPart part = norm_part(a.norm.d, block, blocks);
-    norm_a8_row<1>(a.norm, a.a8, terms, in, part);
+    norm_a8_row<1>(a.norm, a.a8, terms, in, norm_part(a.norm.d, block, blocks));
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
         float *const to = sums + (u & 1) * 64;
@@ -53,7 +52,7 @@ DEVICE void norm_gate_up(const NormGateUpArgs &a, int block, int blocks, unsigne
             warp_a8_element(value, a.h_a8, g);
         }
     }
-    store_groups(a.a8, in, part);
+    store_groups(a.a8, in, norm_part(a.norm.d, block, blocks));
 }
 
 // Dynamic shared: f32[2, 64], Q4Stream, SplitRow, f32[norm_terms(d) + 4]. Streams are fewer than warps.

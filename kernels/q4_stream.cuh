@@ -15,14 +15,14 @@
 // neighbouring words.
 struct SplitRow {
     unsigned char *lo, *hi;  // i8[G][16]: elements 0..15 and 16..31 of each group
-    float2 *scale;           // f32[G + 40][2]: scale, and what a dot is too large by; room behind them that is read for nothing
+    float2 *scale;           // f32[G + 104][2]: scale, and what a dot is too large by; room behind them that is read for nothing
 
     // Memory behind it is returned; kestrel/launch.py computes the same size.
     DEVICE_MEMBER unsigned char *open(unsigned char *base, int k) {
         lo = base;
         hi = lo + k / 2;
         scale = (float2 *)(hi + k / 2);
-        return (unsigned char *)(scale + k / 32 + 40);
+        return (unsigned char *)(scale + k / 32 + 104);
     }
     DEVICE_MEMBER void put_scale(int g, float d, int gsum) const {
         scale[g] = make_float2(d, f32_from_bits(Q4_BIAS_BITS + (unsigned)(8 * gsum)));
@@ -78,7 +78,8 @@ struct MatrixUnits {
 // open(), begin(), which may stand ahead of everything, then next() for each unit, when the input is there.
 template <int ROWS> struct Q4Stream {
     static_assert(ROWS == 4 || ROWS == 2, "one slot of eight lanes to a row, or two");
-    static const int SLOTS = 4 / ROWS;                     // of eight lanes, for a row
+    static const int SLOTS = 4 / ROWS;  // of eight lanes, for a row
+    static const int U = ROWS == 2 ? 4 : 2;  // steps of a slot at a time
 
     unsigned char *ring;        // u8[pieces][ROWS][pitch]: of each row the codes, then the scales
     unsigned long long *gates;  // of the copies: u64[pieces]
@@ -165,16 +166,16 @@ template <int ROWS> struct Q4Stream {
         const uint4 *lo = (const uint4 *)in.lo + g, *hi = (const uint4 *)in.hi + g;
         const float2 *scale = in.scale + g;
 #pragma unroll 1
-        for (int j = 0; j < steps; j += 2 * SLOTS) {
-            float dot[2], ws[2];
+        for (int j = 0; j < steps; j += U * SLOTS) {
+            float dot[U], ws[U];
 #pragma unroll
-            for (int u = 0; u < 2; u++) {
+            for (int u = 0; u < U; u++) {
                 const float2 by = scale[8 * SLOTS * u];
                 dot[u] = q4_stream_dot(*(const uint4 *)(codes + 128 * SLOTS * u), lo[8 * SLOTS * u], hi[8 * SLOTS * u], by.y);
                 ws[u] = half_to_float(*(const unsigned short *)(scales + 16 * SLOTS * u)) * by.x;
             }
 #pragma unroll
-            for (int u = 0; u < 2; u++) {
+            for (int u = 0; u < U; u++) {
 #pragma unroll
                 for (int s = 0; s < SLOTS; s++) {
                     const float d = s == 0 ? dot[u] : __shfl_xor_sync(FULL_WARP, dot[u], 8 * ROWS);
@@ -182,8 +183,8 @@ template <int ROWS> struct Q4Stream {
                     if (j + SLOTS * u + s < steps) acc = fma_f32(d, w, acc);
                 }
             }
-            codes += 256 * SLOTS, scales += 32 * SLOTS;
-            lo += 16 * SLOTS, hi += 16 * SLOTS, scale += 16 * SLOTS;
+            codes += 128 * U * SLOTS, scales += 16 * U * SLOTS;
+            lo += 8 * U * SLOTS, hi += 8 * U * SLOTS, scale += 8 * U * SLOTS;
         }
         return acc;
     }

@@ -203,7 +203,7 @@ def stream_bytes(streams: int, pieces: int, piece_bytes: int) -> int:
 
 def split_row_bytes(k: int) -> int:
     """Dynamic shared memory of an a8 row for streamed weights (``SplitRow``)."""
-    return k + 8 * (k // 32 + 40)
+    return k + 8 * (k // 32 + 104)
 
 
 def copied_row_bytes(k: int) -> int:

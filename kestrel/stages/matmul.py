@@ -33,7 +33,8 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, rows_of, written
 HEAD_BLOCKS = 1024  # as in kernels/head.cu
 NORM_MATMUL_ROWS, MATMUL_ADD_ROWS, HEAD_ROWS = 4, 2, 4  # of a stream, as in the kernels
 MOST_STREAMS = 16  # warps of a block: kernels that stream have 64 registers
-PIECE_STEPS = 8  # of a row that does not stay whole, at most
+PIECE_STEPS = 16  # of a row that does not stay whole, at most
+STEPS_AT_ONCE = {4: 2, 2: 8}  # of a row, by the rows of a stream, as in kernels/q4_stream.cuh
 GATE_UP_QUADS = 16  # of a unit, as in kernels/gate_up_stage.cu
 
 
@@ -70,7 +71,7 @@ def stream_of(
 
     None where there is no room. The units go to as few warps as need no more turns than ``most`` would.
     Where ``t.ring_bytes`` hold all weights of a block, or two units a warp, a unit is one piece. Otherwise
-    pieces are of eight steps or a little less, and warps so few that each has two.
+    pieces are as long as leaves every warp two of them, of four to sixteen steps.
     """
     room = min(t.ring_bytes, t.shared_limit - STATIC_SHARED - input_bytes - 16)
     steps = k // 256
@@ -85,9 +86,13 @@ def stream_of(
     turns = ceil(each, streams)
     pieces = min(turns, room // (streams * bytes_of(steps)))
     if pieces < min(turns, 2):
-        turn = 2 * 4 // rows  # steps of a row that a warp takes at a time
-        steps = min(steps, ceil(ceil(steps, ceil(steps, PIECE_STEPS)), turn) * turn)
-        streams = warps(min(most, room // (2 * bytes_of(steps))))
+        at_once = STEPS_AT_ONCE[rows]
+        longest = PIECE_STEPS
+        while longest > max(4, at_once) and 2 * streams * bytes_of(longest) > room:
+            longest -= at_once
+        streams = min(streams, warps(min(most, room // (2 * bytes_of(longest)))))
+        even = ceil(steps, ceil(steps, longest))
+        steps = min(steps, ceil(even, at_once) * at_once)
         pieces = max(1, room // (streams * bytes_of(steps)))
     shared = stream_bytes(streams, pieces, stream_piece_bytes(rows, steps)) + input_bytes
     if not _fits(shared, t):
