@@ -165,7 +165,8 @@ struct MergeGroup {
 
 // Elements 32 * part to 32 * part + 31 of head h, and their a8 where the head is made of groups: the states travel all at
 // once; a thread to a chunk works out the factors; then a lane to an element. Chunks go by as many as there are threads.
-// Shared: f32[threads + 8, 4], f32[threads + 8, 32], f32[warps]; the chain reads eight chunks past the last.
+// Shared: f32[threads + 8, 4], f32[threads + 8, 32], f32[warps]; the chain reads eight chunks past the last. Waits for the
+// launch before, when all addresses are there.
 DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int h, int part, int chunks) {
     const AttentionArgs &a = st.attn;
     const int lane = lane_id(), threads = blockDim.x, first = 32 * part, own = threadIdx.x;
@@ -175,21 +176,29 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
     float *const totals = states + 32 * (threads + 8);
     const float *const source = partial_state(a, 0, 0, h);
     const long long stride = (long long)a.nh * (a.hd + 4);  // floats from chunk to chunk
+    const float *end_at = source + own * stride + a.hd;                    // of this thread's chunk
+    const float *copy_at = source + own / 8 * stride + first + own % 8 * 4;  // what it copies of every threads / 8 chunks
+    const long long step = threads / 8 * stride;
     float acc = 0.0f, l = 0.0f;  // of the first warp's lanes
     float m = MINUS_INFINITY;    // of the chunks before these
+    wait_for_previous((const void *)((unsigned long long)end_at | (unsigned long long)copy_at));
+    start_next();
 #pragma unroll 1
     for (int c0 = 0; c0 < chunks; c0 += threads) {
         const int count = chunks - c0 < threads ? chunks - c0 : threads;
         float right = MINUS_INFINITY, sum = 0.0f;
         if (own < count) {
-            const float4 end = load_l2((const float4 *)(source + (c0 + own) * stride + a.hd));
+            const float4 end = load_l2((const float4 *)end_at);
             right = end.x, sum = end.y;
         }
         if (own % 8 < units) {
-#pragma unroll 4
-            for (int c = own / 8; c < count; c += threads / 8)
-                copy_async_16(states + 32 * c + own % 8 * 4, source + (c0 + c) * stride + first + own % 8 * 4);
+            const float *at = copy_at;
+#pragma unroll 1
+            for (int c = own / 8; c < count; c += threads / 8, at += step)
+                copy_async_16(states + 32 * c + own % 8 * 4, at);
         }
+        end_at += threads * stride;
+        copy_at += threads * stride;
         float merged = right;
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
@@ -257,13 +266,11 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
     }
 }
 
-// Grid: a block to every 32 elements of every head. Threads: a multiple of 32. Dynamic shared: as for merge_part.
+// Grid: along x a block to every 32 elements of a head, along y the heads. Threads: a multiple of 32. Dynamic shared: as for
+// merge_part.
 KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     touch_exp_table();
     const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
-    const int parts = (a.attn.hd + 31) / 32;
-    wait_for_previous();
-    start_next();
-    merge_part(a, shared, blockIdx.x / parts, blockIdx.x % parts, chunks);
+    merge_part(a, shared, blockIdx.y, blockIdx.x, chunks);
 }

@@ -59,7 +59,7 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
         Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args),
         Launch(
             "k_attn_merge",
-            (attn.nh * ceil(attn.hd, 32), 1, 1),
+            (ceil(attn.hd, 32), attn.nh, 1),
             (t.merge_threads, 1, 1),
             attention_merge_shared_bytes(t.merge_threads),
             args,
