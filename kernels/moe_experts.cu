@@ -55,32 +55,43 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     unsigned char *const ring = (unsigned char *)(gates + slots * UNIT_PARTS) + choice_shared_bytes(a.topk.E, a.topk.T);
     const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert;
     const int mine = block < units ? (units - 1 - block) / blocks + 1 : 0;  // units of this block
-    if (warp == warps) {
+    const bool asks = warp == warps, by_warp = warp_can_choose(a.topk.E, a.topk.T);
+    if (asks) {
         for (int i = 0; i < slots * UNIT_PARTS; i++) bulk_open(gates + i);
     }
     touch_exp_table();
     wait_for_previous();
-    if (mine < 2) start_next();
-    in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups);
-    block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-    // Asks for a part of unit u of the block: a lane to each of its four pieces.
-    auto ask = [&](int u, int slot, int part) {
-        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert), which = lane % 2;
-        const long long g = ((long long)choice.ids[rank] * a.swiglu.F + 32 * (unit - rank * per_expert) + 8 * part) * shape.groups;
-        unsigned char *const to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
-        unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
-        if (lane < 4) {
-            if (lane == 0) bulk_expect_lane(gate, shape.bytes());
-            const bool scales = lane >= 2;
-            const int bytes = (scales ? 16 : 128) * shape.groups;
-            const unsigned char *const from = scales ? (const unsigned char *)(a.mm.w[which].scale + g)
-                                                     : (const unsigned char *)a.mm.w[which].codes + 16 * g;
-            bulk_copy_lane(to + (scales ? 256 * shape.groups : 0) + which * bytes, from, bytes, gate);
+    int ids = 0;  // by_warp, in the warp that asks: lane t has the expert of rank t
+    if (by_warp && asks) {
+        ids = warp_choose(a.topk.logits, a.topk.E, a.topk.T);
+        if (lane < a.topk.T) choice.ids[lane] = ids;
+    } else {
+        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, 32 * warps);
+    }
+    if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
+    // Asks for unit u of the block.
+    auto ask = [&](int u, int slot) {
+        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert);
+        const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
+        long long g = ((long long)expert * a.swiglu.F + 32 * (unit - rank * per_expert)) * shape.groups;
+        unsigned char *to = ring + slot * UNIT_PARTS * shape.bytes();
+        unsigned long long *gate = gates + slot * UNIT_PARTS;
+#pragma unroll 1
+        for (int part = 0; part < UNIT_PARTS; part++, gate++) {
+            bulk_expect(gate, shape.bytes());
+#pragma unroll
+            for (int i = 0; i < 2; i++, to += 128 * shape.groups)
+                bulk_copy(to, (const unsigned char *)a.mm.w[i].codes + 16 * g, 128 * shape.groups, gate);
+#pragma unroll
+            for (int i = 0; i < 2; i++, to += 16 * shape.groups) bulk_copy(to, a.mm.w[i].scale + g, 16 * shape.groups, gate);
+            g += 8 * shape.groups;
         }
     };
+    if (asks) {
 #pragma unroll 1
-    for (int i = warp; i < slots * UNIT_PARTS && i < mine * UNIT_PARTS && warp < warps; i += warps)
-        ask(i / UNIT_PARTS, i / UNIT_PARTS, i % UNIT_PARTS);
+        for (int u = 0; u < slots && u < mine; u++) ask(u, u);
+        start_next();  // not earlier: the next launch's weights are not wanted before these
+    }
     copy_wait_all();
     __syncthreads();
     if (block == units % blocks) {  // a block with as few units as any
@@ -106,7 +117,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         }
         __syncthreads();
         if (warp == warps) {
-            for (int part = 0; part < UNIT_PARTS && u + slots < mine; part++) ask(u + slots, slot, part);
+            if (u + slots < mine) ask(u + slots, slot);
             const float gate = to[lane], value = (gate / (1.0f + exp_form(-gate))) * to[32 + lane];
             const int g = block + u * blocks;
             a.swiglu.h[32 * g + lane] = value;
@@ -116,7 +127,6 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         copy_wait_all();
         __syncthreads();
 #endif
-        if (u == 0) start_next();  // not earlier: the next launch asks for weights that these ones should be ahead of
         if (++slot == slots) slot = 0, round++;
     }
 }
@@ -251,22 +261,18 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     const DownShared sh(shared, T, rows, groups);
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(T, rows);
-    block_choose(a.topk.logits, a.topk.E, T, choice);
+    const bool by_warp = warp_can_choose(a.topk.E, T);
+    if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
     if (warp_id() == 0) {
         for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
-        const bool scales = lane & 1;
-        const int to = (scales ? 2 : 16) * rows * groups, bytes = (scales ? 2 : 16) * (count > 0 ? count : 0) * groups;
-        unsigned char *const base = scales ? (unsigned char *)sh.scale : sh.codes;
-        const unsigned char *const source = scales ? (const unsigned char *)w.scale : (const unsigned char *)w.codes;
-        // A lane to a piece: codes or scales of an expert's rows.
+        const int ids = by_warp ? warp_choose(a.topk.logits, a.topk.E, T) : 0;
 #pragma unroll 1
-        for (int first = 0; first < T; first += 16) {
-            const int t = first + lane / 2;
-            if (t < T && count > 0) {
-                const long long from = ((long long)choice.ids[t] * w.n + n) * groups;
-                if (!scales) bulk_expect_lane(sh.gates + t, 18 * count * groups);
-                bulk_copy_lane(base + t * to, source + (scales ? 2 : 16) * from, bytes, sh.gates + t);
-            }
+        for (int t = 0; t < T && count > 0; t++) {
+            const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, t) : choice.ids[t], to = t * rows * groups;
+            const long long from = ((long long)expert * w.n + n) * groups;
+            bulk_expect(sh.gates + t, 18 * count * groups);
+            bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * count * groups, sh.gates + t);
+            bulk_copy(sh.scale + to, w.scale + from, 2 * count * groups, sh.gates + t);
         }
     }
     wait_for_previous();

@@ -112,11 +112,7 @@ DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long
                      "l"(global), "r"(bytes), "r"(at)
                      : "memory");
 }
-// The same two by one lane for itself, so that lanes ask for different pieces at once.
-DEVICE void bulk_expect_lane(unsigned long long *gate, int bytes) {
-    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
+// The same by one lane for itself, so that lanes ask for different pieces at once.
 DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -302,7 +298,6 @@ DEVICE void bulk_expect(unsigned long long *, int) {}
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
     for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
 }
-DEVICE void bulk_expect_lane(unsigned long long *, int) {}
 DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *) {
     for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
 }

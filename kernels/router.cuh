@@ -65,6 +65,58 @@ DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &
     __syncthreads();
 }
 
+// The same choice by one warp for itself, without shared memory, for up to 128 experts: lane t returns the expert of rank t,
+// for the ranks below `count`, at most 32. A lane holds four neighbouring experts in rank order and puts its best one
+// forward; each round takes the best of those, of equal ones that of the lowest lane.
+#define WARP_CHOOSE_EXPERTS 128
+#define WARP_CHOOSE_RANKS 32
+DEVICE bool warp_can_choose(int E, int T) { return E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS; }
+
+DEVICE int warp_choose(const float *logits, int E, int count) {
+    const int lane = lane_id();
+    float4 v;
+    if (E % 4 == 0) {
+        v = load_l2((const float4 *)logits + (4 * lane < E ? lane : 0));
+    } else {
+        v.x = load_l2(logits + (4 * lane < E ? 4 * lane : 0));
+        v.y = load_l2(logits + (4 * lane + 1 < E ? 4 * lane + 1 : 0));
+        v.z = load_l2(logits + (4 * lane + 2 < E ? 4 * lane + 2 : 0));
+        v.w = load_l2(logits + (4 * lane + 3 < E ? 4 * lane + 3 : 0));
+    }
+    unsigned key[4] = {rank_key(v.x), rank_key(v.y), rank_key(v.z), rank_key(v.w)};
+    unsigned order = 0x3210u;  // a nibble for each key: whose it is
+#pragma unroll
+    for (int j = 0; j < 4; j++) key[j] = 4 * lane + j < E ? key[j] : 0u;  // below every expert's
+    // A merge of two sorted pairs: up to the last step whatever is compared lies in the order of its index.
+    auto sort = [&](int i, int j, bool swap, unsigned flip) {
+        const unsigned a = key[i], b = key[j];
+        key[i] = swap ? b : a;
+        key[j] = swap ? a : b;
+        // flip has ones where the nibbles of i and j lie
+        const unsigned x = (order >> 4 * i ^ order >> 4 * j) & 0xfu;
+        order ^= swap ? x * flip : 0u;
+    };
+    sort(0, 1, key[1] > key[0], 0x0011u);
+    sort(2, 3, key[3] > key[2], 0x1100u);
+    sort(0, 2, key[2] > key[0], 0x0101u);
+    sort(1, 3, key[3] > key[1], 0x1010u);
+    sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
+    const unsigned own = 1u << lane, up_to_own = 2u * own - 1u;
+    int id = 0;
+#pragma unroll 1
+    for (int t = 0; t < count; t++) {
+        const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
+        const unsigned those = __ballot_sync(FULL_WARP, key[0] == best);
+        const int e = __shfl_sync(FULL_WARP, 4 * lane + (int)(order & 3u), __ffs((int)those) - 1);
+        if (t == lane) id = e;
+        if ((those & up_to_own) == own) {
+            key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
+            order >>= 4;
+        }
+    }
+    return id;
+}
+
 // The weights of the ids that block_choose left, of row m, to sh.p. Ends with a barrier.
 DEVICE void block_choice_weights(const RouterTopkArgs &a, int m, const ChoiceShared &sh) {
     const float *const logits = a.logits + (long long)m * a.E;  // f32[E]
