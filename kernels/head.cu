@@ -158,9 +158,10 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
     join_best(a, best, block, blocks, arrived);
 }
 
-// The same of q4local rows.
-DEVICE void head_q4(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
-    MatrixStream<4> stream(a.mm);
+// The same of q4local or q8local rows of whole steps, CODES bytes to a group.
+template <int CODES>
+DEVICE void head_stream(const HeadArgs &a, int block, int blocks, unsigned char *shared, unsigned *arrived) {
+    MatrixStream<4, CODES> stream(a.mm);
     SplitRow in;
     float *const terms = (float *)in.open(stream.begin(shared, a.stream, block, blocks), a.norm.d);
     const NormPart part = norm_part(a.norm.d, block, blocks);
@@ -175,17 +176,17 @@ DEVICE void head_q4(const HeadArgs &a, int block, int blocks, unsigned char *sha
 KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_head_q4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);
     __shared__ unsigned arrived;
-    head_q4(a, blockIdx.x, gridDim.x, shared, &arrived);
+    head_stream<16>(a, blockIdx.x, gridDim.x, shared, &arrived);
+}
+KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_head_q8)(const HeadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned arrived;
+    head_stream<32>(a, blockIdx.x, gridDim.x, shared, &arrived);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q8_u2r4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);
     __shared__ unsigned arrived;
     head<2, 4, KESTREL_Q8LOCAL>(a, blockIdx.x, gridDim.x, shared, &arrived);
-}
-KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_q8_u4r2)(const HeadArgs a) {
-    DYNAMIC_SHARED(shared);
-    __shared__ unsigned arrived;
-    head<4, 2, KESTREL_Q8LOCAL>(a, blockIdx.x, gridDim.x, shared, &arrived);
 }
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_head_bf16_u2r4)(const HeadArgs a) {
     DYNAMIC_SHARED(shared);

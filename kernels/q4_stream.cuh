@@ -67,6 +67,10 @@ DEVICE float q4_stream_dot(uint4 c, uint4 lo, uint4 hi, float bias) {
     return fma_f32(f32_from_bits((unsigned)sixteen), 0.0625f, f32_from_bits((unsigned)one)) - bias;
 }
 
+DEVICE float q8_stream_dot(uint4 c0, uint4 c1, uint4 x0, uint4 x1) {
+    return f32_from_bits((unsigned)dot_s8(c1, x1, dot_s8(c0, x0, 0x4b400000))) - 12582912.0f;  // 1.5 * 2^23
+}
+
 // What the warps of a block take in turn, for stages whose units are rows of the matrices one after the other.
 struct MatrixUnits {
     const MatmulArgs &mm;
@@ -76,15 +80,17 @@ struct MatrixUnits {
 
 // One warp's units of ROWS neighbouring rows: `unit`, `unit` + stride, ... below `units`; `place` says which rows they are.
 // open(), begin(), which may stand ahead of everything, then next() for each unit, when the input is there.
-template <int ROWS> struct Q4Stream {
-    static_assert(ROWS == 4 || ROWS == 2, "one slot of eight lanes to a row, or two");
+// CODES: bytes of a group's codes, 16 in q4local and 32 in q8local.
+template <int ROWS, int CODES = 16> struct Q4Stream {
+    static_assert(ROWS == 4 || (ROWS == 2 && CODES == 16), "one slot of eight lanes to a row, or two");
+    static const int APART = CODES == 32 ? 64 : 128 / ROWS;  // rows in shared memory, modulo 128: no two lanes meet in a bank
     static const int SLOTS = 4 / ROWS;  // of eight lanes, for a row
     static const int U = ROWS == 2 ? 4 : 2;  // steps of a slot at a time
 
     unsigned char *ring;        // u8[pieces][ROWS][pitch]: of each row the codes, then the scales
     unsigned long long *gates;  // of the copies: u64[pieces]
     int groups, pieces;         // of a row; of the ring
-    int most, pitch;            // groups of a row in a piece; bytes from row to row: no two lanes meet in a bank
+    int most, pitch;            // groups of a row in a piece; bytes from row to row
     int unit, units, stride;    // this warp's first one, all, and from one of this warp to its next
     int ask_unit, ask_group, ask_slot;  // what is asked for next: unit, first group, place in the ring
     int ask_rows;                       // of that unit, which begin there:
@@ -99,7 +105,7 @@ template <int ROWS> struct Q4Stream {
         groups = k / 32;
         pieces = plan.pieces;
         most = 8 * plan.steps;
-        pitch = (18 * most + 128 - 128 / ROWS - 1) / 128 * 128 + 128 / ROWS;
+        pitch = ((CODES + 2) * most + 128 - APART - 1) / 128 * 128 + APART;
         gates = (unsigned long long *)base + warp * pieces;
         base += (8 * plan.streams * pieces + 15) / 16 * 16;
         ring = base + warp * pieces * ROWS * pitch;
@@ -134,20 +140,20 @@ template <int ROWS> struct Q4Stream {
         if (ask_group == 0) {
             const RowUnit at = place.template at<ROWS>(ask_unit);
             ask_rows = at.rows;
-            ask_codes = (const unsigned char *)at.w.codes + 16ll * at.n * groups;
+            ask_codes = (const unsigned char *)at.w.codes + (long long)at.n * groups * CODES;
             ask_scale = at.w.scale + (long long)at.n * groups;
         }
         const int here = groups - ask_group < most ? groups - ask_group : most;
         unsigned long long *const gate = gates + ask_slot;
         unsigned char *const to = ring + ask_slot * ROWS * pitch;
-        bulk_expect(gate, ask_rows * here * 18);
+        bulk_expect(gate, ask_rows * here * (CODES + 2));
         const int r = row();
         if (lane_id() < 2 * ROWS && r < ask_rows) {  // a lane to a row's codes, or to its scales
             const bool codes = lane_id() < ROWS;
             const int from = r * groups + ask_group;
-            bulk_copy_lane(to + r * pitch + (codes ? 0 : 16 * most),
-                           codes ? ask_codes + 16 * from : (const unsigned char *)(ask_scale + from),
-                           (codes ? 16 : 2) * here, gate);
+            bulk_copy_lane(to + r * pitch + (codes ? 0 : CODES * most),
+                           codes ? ask_codes + CODES * from : (const unsigned char *)(ask_scale + from),
+                           (codes ? CODES : 2) * here, gate);
         }
         ask_slot = ask_slot + 1 == pieces ? 0 : ask_slot + 1;
         ask_group += here;
@@ -161,9 +167,11 @@ template <int ROWS> struct Q4Stream {
     // and not used.
     DEVICE_MEMBER float add(const unsigned char *piece, const SplitRow &in, int first, int steps, float acc) const {
         const int step = slot(), g = first + 8 * step + group();
-        const unsigned char *codes = piece + row() * pitch + 16 * (8 * step + group());
-        const unsigned char *scales = piece + row() * pitch + 16 * most + 2 * (8 * step + group());
-        const uint4 *lo = (const uint4 *)in.lo + g, *hi = (const uint4 *)in.hi + g;
+        // Of q8local rows the upper two read the halves of a group the other way round.
+        const bool swap = CODES == 32 && row() >= 2;
+        const unsigned char *codes = piece + row() * pitch + CODES * (8 * step + group());
+        const unsigned char *scales = piece + row() * pitch + CODES * most + 2 * (8 * step + group());
+        const uint4 *lo = (const uint4 *)(swap ? in.hi : in.lo) + g, *hi = (const uint4 *)(swap ? in.lo : in.hi) + g;
         const float2 *scale = in.scale + g;
 #pragma unroll 1
         for (int j = 0; j < steps; j += U * SLOTS) {
@@ -171,7 +179,12 @@ template <int ROWS> struct Q4Stream {
 #pragma unroll
             for (int u = 0; u < U; u++) {
                 const float2 by = scale[8 * SLOTS * u];
-                dot[u] = q4_stream_dot(*(const uint4 *)(codes + 128 * SLOTS * u), lo[8 * SLOTS * u], hi[8 * SLOTS * u], by.y);
+                const unsigned char *const at = codes + 8 * CODES * SLOTS * u;
+                const uint4 x0 = lo[8 * SLOTS * u], x1 = hi[8 * SLOTS * u];
+                if (CODES == 16)
+                    dot[u] = q4_stream_dot(*(const uint4 *)at, x0, x1, by.y);
+                else
+                    dot[u] = q8_stream_dot(((const uint4 *)at)[swap ? 1 : 0], ((const uint4 *)at)[swap ? 0 : 1], x0, x1);
                 ws[u] = half_to_float(*(const unsigned short *)(scales + 16 * SLOTS * u)) * by.x;
             }
 #pragma unroll
@@ -183,7 +196,7 @@ template <int ROWS> struct Q4Stream {
                     if (j + SLOTS * u + s < steps) acc = fma_f32(d, w, acc);
                 }
             }
-            codes += 128 * U * SLOTS, scales += 16 * U * SLOTS;
+            codes += 8 * CODES * U * SLOTS, scales += 16 * U * SLOTS;
             lo += 8 * U * SLOTS, hi += 8 * U * SLOTS, scale += 8 * U * SLOTS;
         }
         return acc;
@@ -214,8 +227,8 @@ template <int ROWS> struct Q4Stream {
 };
 
 // The matrices of a stage: units of ROWS rows are dealt to the blocks, then to the streams of each.
-template <int ROWS> struct MatrixStream {
-    Q4Stream<ROWS> stream;
+template <int ROWS, int CODES = 16> struct MatrixStream {
+    Q4Stream<ROWS, CODES> stream;
     MatrixUnits place;
 
     DEVICE_MEMBER MatrixStream(const MatmulArgs &mm) : place{mm} {}

@@ -28,10 +28,10 @@ STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
 # Forms of the stages around one matrix: the format of the weights, u loads of a thread in flight for each of
-# the r rows of a warp. q4: streams of q4local rows of whole steps of 256 elements (Q4Stream).
+# the r rows of a warp. q4, q8: streams of rows of whole steps of 256 elements (Q4Stream).
 NORM_MATMUL_FORMS = ("q4", "any_u2r4", "any_u4r2")
 MATMUL_ADD_FORMS = ("q4", "any_u2r4", "any_u4r2")
-HEAD_FORMS = ("q4", "q8_u2r4", "q8_u4r2", "bf16_u2r4", "any_u2r4")
+HEAD_FORMS = ("q4", "q8", "q8_u2r4", "bf16_u2r4", "any_u2r4")
 MATRIX_STAGES = (
     *(f"k_norm_matmul_{form}" for form in NORM_MATMUL_FORMS),
     *(f"k_matmul_add_{form}" for form in MATMUL_ADD_FORMS),
@@ -190,10 +190,10 @@ def norm_terms(d: int) -> int:
     return _round_up(d // 8 + d % 8, 64)
 
 
-def stream_piece_bytes(rows: int, steps: int) -> int:
+def stream_piece_bytes(rows: int, steps: int, codes: int = 16) -> int:
     """Shared memory of a piece of ``rows`` rows by ``steps`` steps of 256 elements (``Q4Stream``)."""
-    apart = 128 // rows
-    return rows * (_round_up(144 * steps - apart, 128) + apart)
+    apart = 64 if codes == 32 else 128 // rows
+    return rows * (_round_up(8 * (codes + 2) * steps - apart, 128) + apart)
 
 
 def stream_bytes(streams: int, pieces: int, piece_bytes: int) -> int:

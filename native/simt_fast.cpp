@@ -34,7 +34,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_matmul_add_any_u4r2_fast, MatmulAddArgs),
         SIMT_KERNEL(k_head_q4_fast, HeadArgs),
         SIMT_KERNEL(k_head_q8_u2r4_fast, HeadArgs),
-        SIMT_KERNEL(k_head_q8_u4r2_fast, HeadArgs),
+        SIMT_KERNEL(k_head_q8_fast, HeadArgs),
         SIMT_KERNEL(k_head_bf16_u2r4_fast, HeadArgs),
         SIMT_KERNEL(k_head_any_u2r4_fast, HeadArgs),
         SIMT_KERNEL(k_norm_router_fast, NormRouterArgs),

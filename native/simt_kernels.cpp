@@ -51,7 +51,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_matmul_add_any_u4r2, MatmulAddArgs),
         SIMT_KERNEL(k_head_q4, HeadArgs),
         SIMT_KERNEL(k_head_q8_u2r4, HeadArgs),
-        SIMT_KERNEL(k_head_q8_u4r2, HeadArgs),
+        SIMT_KERNEL(k_head_q8, HeadArgs),
         SIMT_KERNEL(k_head_bf16_u2r4, HeadArgs),
         SIMT_KERNEL(k_head_any_u2r4, HeadArgs),
         SIMT_KERNEL(k_norm_router, NormRouterArgs),

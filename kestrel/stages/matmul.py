@@ -65,9 +65,9 @@ def loads_and_rows(form: str) -> tuple[int, int]:
 
 
 def stream_of(
-    each: int, k: int, rows: int, input_bytes: int, t: Tuning, most: int = MOST_STREAMS
+    each: int, k: int, rows: int, input_bytes: int, t: Tuning, most: int = MOST_STREAMS, codes: int = 16
 ) -> tuple[int, Any] | None:
-    """Dynamic shared memory and ``StreamArgs`` of a block with ``each`` units of ``rows`` q4local rows.
+    """Dynamic shared memory and ``StreamArgs`` of a block with ``each`` units of ``rows`` rows.
 
     None where there is no room. The units go to as few warps as need no more turns than ``most`` would.
     Where ``t.ring_bytes`` hold all weights of a block, or two units a warp, a unit is one piece. Otherwise
@@ -80,7 +80,7 @@ def stream_of(
         return ceil(each, ceil(each, max(1, min(most, t.streams))))
 
     def bytes_of(steps: int) -> int:
-        return stream_piece_bytes(rows, steps) + 8  # and its gate
+        return stream_piece_bytes(rows, steps, codes) + 8  # and its gate
 
     streams = warps(most)
     turns = ceil(each, streams)
@@ -94,7 +94,7 @@ def stream_of(
         even = ceil(steps, ceil(steps, longest))
         steps = min(steps, ceil(even, at_once) * at_once)
         pieces = max(1, room // (streams * bytes_of(steps)))
-    shared = stream_bytes(streams, pieces, stream_piece_bytes(rows, steps)) + input_bytes
+    shared = stream_bytes(streams, pieces, stream_piece_bytes(rows, steps, codes)) + input_bytes
     if not _fits(shared, t):
         return None
     return shared, StreamArgs(streams=streams, pieces=pieces, steps=steps)
@@ -104,7 +104,8 @@ def streams_of(mm: Any, rows: int, input_bytes: int, t: Tuning) -> tuple[int, in
     """Blocks, one on each multiprocessor, and ``stream_of`` for the rows of ``mm``."""
     found = units(mm, rows)
     blocks = min(found, t.sms * t.stage_blocks)
-    stream = stream_of(ceil(found, blocks), mm.w[0].k, rows, input_bytes, t)
+    codes = 32 if mm.w[0].wtype == WType.q8local else 16  # bytes of a group
+    stream = stream_of(ceil(found, blocks), mm.w[0].k, rows, input_bytes, t, codes=codes)
     return None if stream is None else (blocks, *stream)
 
 
@@ -271,7 +272,7 @@ def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     if not fits or not _fits(norm_shared_bytes(norm.d), t):
         return None
-    launch = _head_q4(args, t)
+    launch = _head_stream(args, t)
     if launch is None:
         form = form_of(mm, HEAD_FORMS, 1, weights if (weights := weights_of(mm)) != "q4" else "any")
         grid = (min(units(mm, loads_and_rows(form)[1]), t.sms * t.head_blocks, HEAD_BLOCKS), 1, 1)
@@ -279,12 +280,13 @@ def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
     return Stage(ops[:count], [launch], written(ops[:count]))
 
 
-def _head_q4(args: Any, t: Tuning) -> Launch | None:
-    if weights_of(args.mm) != "q4":
+def _head_stream(args: Any, t: Tuning) -> Launch | None:
+    weights = weights_of(args.mm)
+    if weights not in ("q4", "q8") or args.mm.w[0].k % 256:
         return None
     found = streams_of(args.mm, HEAD_ROWS, _normed_row_bytes(args.norm.d), t)
     if found is None or found[0] > HEAD_BLOCKS:
         return None
     blocks, shared, args.stream = found
     warps = _norm_warps(args.norm.d, args.stream.streams, t)
-    return Launch("k_head_q4", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)
+    return Launch(f"k_head_{weights}", (blocks, 1, 1), (32 * warps, 1, 1), shared, args)

@@ -172,7 +172,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose(form: str) -> None:
         monkeypatch.setattr(matmul, "form_of", lambda mm, forms, warps, weights: form)
-        if form != "q4":
+        if form not in ("q4", "q8"):
             monkeypatch.setattr(matmul, "weights_of", lambda mm: "any")
 
     return choose
@@ -376,7 +376,7 @@ def test_head(rng: np.random.Generator, form: str, chosen: Any) -> None:
     odd = ((1, 32), (7, 96), (333, 352), (70, 2048), (40, 4128))
     whole = ((1, 256), (333, 512), (70, 2048), (40, 4352))
     for kind in kinds_of(form):
-        for vocab, k in whole if form == "q4" else odd:
+        for vocab, k in whole if form in ("q4", "q8") else odd:
             steps = head(rng, kind, vocab, k)
             expected = steps.on_cpu()
             for seed, tuning in enumerate(TUNINGS):
