@@ -89,8 +89,11 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     };
     if (asks) {
 #pragma unroll 1
-        for (int u = 0; u < slots && u < mine; u++) ask(u, u);
-        start_next();  // not earlier: the next launch's weights are not wanted before these
+        for (int u = 0; u < slots && u < mine; u++) {
+            ask(u, u);
+            start_next();  // not earlier: the next launch's weights are not wanted before these
+        }
+        if (mine == 0) start_next();
     }
     copy_wait_all();
     __syncthreads();
