@@ -100,9 +100,8 @@ DEVICE Softened soften(float s, float before, float vs, bool real) {
 }
 
 // The score of this thread's position by a single head to the exponential p, weight w, factor c, and the maximum of all. The
-// running maximum is a prefix maximum over lanes, and over warps behind the barrier. Where it is not `real`, there is none,
-// and what it stores is of no use.
-DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score, int real_pass) {
+// running maximum is a prefix maximum over lanes, and over warps behind the barrier.
+DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score) {
     const int t = threadIdx.x, lane = lane_id();
     const bool real = t < count;
     const float s = real ? score : MINUS_INFINITY;
@@ -110,7 +109,7 @@ DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score, int r
 #if KESTREL_FAST
     const unsigned total = __reduce_max_sync(FULL_WARP, key);
     if (lane == 0) sh.totals[warp_id()] = total;
-    if (real_pass) __syncthreads();
+    __syncthreads();
     const unsigned all = __reduce_max_sync(FULL_WARP, sh.totals[lane % UNIT_WARPS]);
     const float before = of_order_key(all);
     if (t == 0) sh.max[0] = before;
@@ -123,7 +122,7 @@ DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score, int r
     unsigned own = __shfl_up_sync(FULL_WARP, key, 1);
     if (lane == 0) own = 0u;
     if (lane == 31) sh.totals[warp_id()] = key;
-    if (real_pass) __syncthreads();
+    __syncthreads();
     const int v = lane % UNIT_WARPS;
     const unsigned earlier = __reduce_max_sync(FULL_WARP, v < warp_id() ? sh.totals[v] : order_key(MINUS_INFINITY));
     const float before = of_order_key(own > earlier ? own : earlier);
@@ -414,12 +413,12 @@ DEVICE float unit_sum(const UnitShared &sh, int j, unsigned moved) {
 // one is the thread-th: as many heads and elements to a thread as leave work for four warps.
 template <int PITCH>
 DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int end, unsigned moved, float *to, int pitch,
-                          int heads, int thread, int threads, int real) {
+                          int heads, int thread, int threads) {
     if (HS == 1) {  // there are always more threads than elements
         float acc[1];
-        if (thread >= hd && real) return;
-        unit_chain<1, PITCH>(sh, real ? thread : lane_id(), 0, begin, end, moved, acc);
-        if (real) to[unit_element_at(thread, hd)] = acc[0];
+        if (thread >= hd) return;
+        unit_chain<1, PITCH>(sh, thread, 0, begin, end, moved, acc);
+        to[unit_element_at(thread, hd)] = acc[0];
         return;
     }
     const int all = HS * hd, each = HS == 2 || all < 512 ? 2 : 4;  // heads of a thread
@@ -457,37 +456,31 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
 // The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
 // states: f32[heads, hd + 4], of this chunk.
 template <int PITCH>
-DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int count, float *states,
-                        int real) {
-    const int hd = a.hd, pitch = hd + 4, heads = real ? u.heads : 0;
-    const int end = real ? (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP : UNIT_STEP;
+DEVICE void unit_states(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int HS, int count, float *states) {
+    const int hd = a.hd, pitch = hd + 4, end = (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP;
 #if KESTREL_FAST
     if (HS * hd <= UNIT_THREADS / 2) {  // too few elements for the block: two halves of the positions, in the place of c
         const int half = UNIT_THREADS / 2, part = threadIdx.x / half, cut = end / (2 * UNIT_STEP) * UNIT_STEP;
         unit_elements<PITCH>(sh, HS, hd, part * cut, part == 0 ? cut : end, 0u, sh.c + part * half, hd, HS,
-                             threadIdx.x % half, half, real);
-        if (real) __syncthreads();
-        for (int i = threadIdx.x; i < heads * hd; i += UNIT_THREADS)
+                             threadIdx.x % half, half);
+        __syncthreads();
+        for (int i = threadIdx.x; i < u.heads * hd; i += UNIT_THREADS)
             states[i / hd * pitch + i % hd] = sh.c[i] + sh.c[half + i];
     } else {
-        unit_elements<PITCH>(sh, HS, hd, 0, end, 0u, states, pitch, heads, threadIdx.x, UNIT_THREADS, real);
+        unit_elements<PITCH>(sh, HS, hd, 0, end, 0u, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     }
-    for (int j = warp_id(); j < heads; j += UNIT_WARPS) {
+    for (int j = warp_id(); j < u.heads; j += UNIT_WARPS) {
         float l = 0.0f;
         for (int t = lane_id(); t < count; t += 32) l += sh.p[j * UNIT_PITCH + t];
         l = warp_sum_f32(l);
         if (lane_id() == 0) states[j * pitch + hd + 1] = l;
     }
 #else
-    unsigned moved = unit_moved_sixteens(sh, HS, end);
-    if (!real) moved = 6u;  // once without products, once with
-    unit_elements<PITCH>(sh, HS, hd, 0, end, moved, states, pitch, heads, threadIdx.x, UNIT_THREADS, real);
+    const unsigned moved = unit_moved_sixteens(sh, HS, end);
+    unit_elements<PITCH>(sh, HS, hd, 0, end, moved, states, pitch, u.heads, threadIdx.x, UNIT_THREADS);
     const int j = UNIT_THREADS - 1 - (int)threadIdx.x;  // threads that have no element, if there are any
-    if (j < u.heads) {
-        const float l = unit_sum(sh, j, moved);
-        if (real) states[j * pitch + hd + 1] = l;
-    }
+    if (j < u.heads) states[j * pitch + hd + 1] = unit_sum(sh, j, moved);
 #endif
     const int k = (int)threadIdx.x - 5 * 32;  // of a warp that has less to do
-    if (k >= 0 && k < heads) states[k * pitch + hd] = sh.max[k];
+    if (k >= 0 && k < u.heads) states[k * pitch + hd] = sh.max[k];
 }

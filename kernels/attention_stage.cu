@@ -15,12 +15,11 @@ DEVICE int unit_heads_log2(int per_kv, int nkv, int chunks, int blocks) {
 
 template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
-    UnitShared sh = unit_shared(shared, a.hd, 16 * W);
+    const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
     touch_exp_table();
     const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
     const int per_kv = a.nh / a.nkv, log2 = unit_heads_log2(per_kv, a.nkv, pos / CHUNK + 1, blocks);
     const int HS = 1 << log2, parts = (per_kv + HS - 1) >> log2, groups = a.nkv * parts;
-    unit_place_results(sh, HS);
     Unit u;
     u.pos = pos;
     u.chunks = pos / CHUNK + 1;
@@ -87,44 +86,33 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
             if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = vs;
             unit_transpose(sh, 16 * W, a.hd, quads, cached);
-            // A warp that makes no rows has nothing to do until they are there: it goes through what follows once before, for
-            // one head, with whatever lies in shared memory, so that the instructions are there when they are needed.
-            int real = waited || HS > 1;
-#pragma unroll 1
-            for (;;) {
-                settle(real);  // the same instructions for both
-                if (real) {
-                    if (!waited) {
-                        wait_for_previous();
-                        start_next();
-                        waited = true;
-                    }
-                    __syncthreads();
-                    if (t_new < CHUNK) {  // the new row takes its place
-                        unit_place_value(sh, 16 * W, a.hd, t_new);
-                        if (chunk != u.slot) {  // its K has not been there since the row was made
-                            if ((int)threadIdx.x == t_new) {
-                                sh.ks[t_new] = sh.new_scale[0];
-                                sh.vs[t_new] = sh.new_scale[1];
-                            }
-                            for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS)
-                                sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
-                            __syncthreads();
-                        }
-                    }
-                }
-                if (HS == 1) {
-                    unit_softmax_one(sh, count, unit_score(sh, a.hd, threadIdx.x), real);
-                } else {
-                    unit_scores<W>(sh, HS, a.hd, count);
-                    __syncthreads();
-                    unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
-                }
-                if (real) __syncthreads();
-                unit_states<16 * W>(a, sh, u, HS, count, states, real);
-                if (real) break;
-                real = 1;
+            if (!waited) {  // V is turned ahead of the wait
+                wait_for_previous();
+                start_next();
+                waited = true;
             }
+            __syncthreads();
+            if (t_new < CHUNK) {  // the new row takes its place
+                unit_place_value(sh, 16 * W, a.hd, t_new);
+                if (chunk != u.slot) {  // its K has not been there since the row was made
+                    if ((int)threadIdx.x == t_new) {
+                        sh.ks[t_new] = sh.new_scale[0];
+                        sh.vs[t_new] = sh.new_scale[1];
+                    }
+                    for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS)
+                        sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
+                    __syncthreads();
+                }
+            }
+            if (HS == 1) {
+                unit_softmax_one(sh, count, unit_score(sh, a.hd, threadIdx.x));
+            } else {
+                unit_scores<W>(sh, HS, a.hd, count);
+                __syncthreads();
+                unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
+            }
+            __syncthreads();
+            unit_states<16 * W>(a, sh, u, HS, count, states);
             __syncthreads();
         }
     }

@@ -28,7 +28,7 @@ struct UnitShared {
     signed char *new_row;  // i8[2, hd]: the new K and V row
     signed char *v8;       // i8[CHUNK / 4, 4 * pitch], pitch the largest hd of the kernel; see unit_transpose
     signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
-    // Where K was, once the scores are made; of a single head, which has no use for s, in the place of heads 4 to 6 of it:
+    // Where K was, once the scores are made:
     float *w;              // f32[HS, UNIT_PITCH]: p * vs
     float *c;              // f32[HS, UNIT_PITCH]: rescale factor, 1 where the maximum did not move
     float *p;              // f32[HS, UNIT_PITCH]: exponentials; sixteen floats behind them are read, too
@@ -50,14 +50,10 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
     sh.k8 = sh.v8 + CHUNK * pitch;
-    return sh;
-}
-
-DEVICE void unit_place_results(UnitShared &sh, int HS) {
-    const int scores = UNIT_PITCH * (HS == 1 ? 1 : UNIT_HEADS);
-    sh.w = HS == 1 ? sh.s + 4 * UNIT_PITCH : (float *)sh.k8;
+    sh.w = (float *)sh.k8;
     sh.c = sh.w + scores;
     sh.p = sh.c + scores;
+    return sh;
 }
 
 // What a unit works on.
