@@ -13,6 +13,39 @@ DEVICE int unit_heads_log2(int per_kv, int nkv, int chunks, int blocks) {
     return log2;
 }
 
+// Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
+DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float value, float sum) {
+    const int hd = st.attn.hd, element = h * hd + first + lane_id();
+    const bool real = first + lane_id() < hd;
+    const float out = real ? value / sum : 0.0f;
+    if (real) st.attn.out[element] = out;
+    if (st.has_a8) {  // hd is a multiple of 32
+        const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
+        const int code = scale.zero ? 0 : a8_code(out, scale.inv);
+        const int codes = __reduce_add_sync(FULL_WARP, code);
+        st.a8.q[element] = (signed char)code;
+        if (lane_id() == 0) {
+            st.a8.d[element / 32] = scale.d;
+            st.a8.gsum[element / 32] = codes;
+        }
+    }
+}
+
+// The results of a unit whose chunk is the only one, from its states in shared memory, f32[heads, hd + 4].
+DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
+    const int hd = st.attn.hd, parts = (hd + 31) / 32;
+    int j = 0, part = warp_id();
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+        for (; part >= parts; part -= parts) j++;
+        if (j >= u.heads) break;
+        const float *const state = states + j * (hd + 4);
+        store_result(st, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
+        part += UNIT_WARPS;
+    }
+}
+
 template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
     const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
@@ -46,7 +79,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             const int t_new = pos - begin;  // past the chunk unless it is the last
             const int cached = t_new < CHUNK ? t_new : CHUNK;
             const long long slot0 = u.base + begin;
-            float *states = partial_state(a, chunk, 0, u.h0);
+            float *states = u.chunks == 1 ? sh.s : partial_state(a, chunk, 0, u.h0);  // alone, in the place of its scores
             settle(states);  // ahead of the wait
             unit_fetch(a, sh, 16 * W, quads, slot0, u.kv, cached);
             float ks = 0.0f, vs = 0.0f;
@@ -114,6 +147,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             __syncthreads();
             unit_states<16 * W>(a, sh, u, HS, count, states);
             __syncthreads();
+            if (u.chunks == 1) store_unit(st, u, sh.s);
         }
     }
 }
@@ -236,22 +270,7 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
         }
         if (c0 + threads < chunks) __syncthreads();
     }
-    if (warp_id() == 0) {
-        const int element = h * a.hd + first + lane;
-        const bool real = first + lane < a.hd;
-        const float out = real ? acc / l : 0.0f;
-        if (real) a.out[element] = out;
-        if (st.has_a8) {  // hd is a multiple of 32: a part is a group
-            const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
-            const int code = scale.zero ? 0 : a8_code(out, scale.inv);
-            const int codes = __reduce_add_sync(FULL_WARP, code);
-            st.a8.q[element] = (signed char)code;
-            if (lane == 0) {
-                st.a8.d[element / 32] = scale.d;
-                st.a8.gsum[element / 32] = codes;
-            }
-        }
-    }
+    if (warp_id() == 0) store_result(st, h, first, acc, l);
 }
 
 // Grid: along x a block to every 32 elements of a head, along y the heads. Threads: a multiple of 32. Dynamic shared: as for
@@ -260,5 +279,10 @@ KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     touch_exp_table();
     const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
+    if (chunks == 1) {  // its units have stored the result themselves
+        wait_for_previous();
+        start_next();
+        return;
+    }
     merge_part(a, shared, blockIdx.y, blockIdx.x, chunks);
 }
