@@ -130,7 +130,6 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     int first = a.rows * block;
     for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
         stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
-    prefetch_ranges(a.next);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
     NormRow<1> row;
     const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // waits, lets the next kernel begin

@@ -82,7 +82,6 @@ struct NormRouterArgs {
     RmsNormArgs norm;
     QuantizeA8Args a8;
     MatmulArgs mm;
-    PrefetchRanges next;
     int rows;  // of the router, to a block: 1 to 4
     int reserved;
 };

@@ -95,7 +95,7 @@ PROGRAMMATIC = frozenset(
     {
         "k_embed",
         "k_norm_a8",
-        *MATRIX_STAGES,
+        *(name for name in MATRIX_STAGES if not name.startswith("k_head")),  # they want L1, not shared memory
         "k_attn_stage",
         "k_attn_stage_wide",
         "k_attn_merge",

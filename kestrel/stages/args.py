@@ -93,7 +93,6 @@ NormRouterArgs = _struct(
     ("norm", RmsNormArgs),
     ("a8", QuantizeA8Args),
     ("mm", MatmulArgs),
-    ("next", PrefetchRanges),
     ("rows", ctypes.c_int32),
     ("reserved", ctypes.c_int32),
 )

@@ -18,7 +18,7 @@ from kestrel.launch import (
     merge_hashes,
 )
 from kestrel.ops import Op, WType
-from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs, NormRouterArgs
+from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs
 from kestrel.stages.attention import attention
 from kestrel.stages.matmul import head, matmul_add, norm, norm_gate_up
 from kestrel.stages.moe import gate_up, moe_ffn
@@ -50,10 +50,10 @@ def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list
 
 
 def _ask_ahead(stages: Sequence[Stage]) -> None:
-    """Stages that leave the memory idle ask for the weights of the next stage whose matrices are known."""
+    """Attention leaves the memory idle: it asks for the weights of the stage behind it."""
     for i, stage in enumerate(stages):
         args: Any = stage.launches[0].args
-        if not isinstance(args, (AttentionStageArgs, NormRouterArgs)):
+        if not isinstance(args, AttentionStageArgs):
             continue
         for later in stages[i + 1 :]:
             following: Any = later.launches[0].args

@@ -282,7 +282,7 @@ def test_ops_that_are_not_joined() -> None:
 
 @pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
 def test_a_block_stores_the_choice(wtype: WType) -> None:
-    """A block more than units, or a block with as few units as any: the taps and the down stage read what it stores."""
+    """One more than there are units, or one with as few as any: taps and the down stage read it."""
     config = moe_config(experts=13, top_k=5, moe_ffn=96)
     weights = weights_of(config, wtype)
     model = make_model(config, weights, backend=SimtBackend(), slots=8, max_rows=1)
