@@ -99,3 +99,37 @@ extern "C" __global__ void k_touch(const BoundaryArgs a) {  // brings the weight
     for (long long at = 128ll * (blockIdx.x * blockDim.x + threadIdx.x); at < bytes; at += 128ll * gridDim.x * blockDim.x)
         prefetch_l2((const char *)a.weights + at);
 }
+
+// The weights of eight experts by bulk copies: block b % 16 of the sixteen of an expert reads its share of the expert's
+// bytes, in `pieces` pieces of `piece` bytes, warps in turn. Dynamic shared: all of them.
+struct ExpertReadArgs {
+    BoundaryArgs chain;
+    const unsigned char *experts;  // u8[experts, expert_bytes]
+    const int *ids;                // i32[8]
+    long long expert_bytes;
+    int pieces, piece;
+};
+
+extern "C" __global__ void __launch_bounds__(256, 1) k_expert_read(const ExpertReadArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned long long gates[8];
+    __shared__ float part[256];
+    const int warp = warp_id(), mine = (a.pieces - warp + 7) / 8;
+    const long long share = (long long)a.pieces * a.piece;
+    const unsigned char *const from =
+        a.experts + a.ids[blockIdx.x / 16] * a.expert_bytes + blockIdx.x % 16 * share;
+    bulk_open(gates + warp);
+    if (!a.chain.ahead) {
+        wait_for_previous();
+        start_next();
+    }
+    bulk_expect(gates + warp, mine * a.piece);
+    for (int i = warp; i < a.pieces; i += 8)
+        bulk_copy(shared + i * a.piece, from + (long long)i * a.piece, a.piece, gates + warp);
+    if (a.chain.ahead) {
+        wait_for_previous();
+        start_next();
+    }
+    bulk_wait(gates + warp, 0);
+    exchange(a.chain.rows + a.chain.turn * FLOATS, a.chain.rows + (1 - a.chain.turn) * FLOATS, part);
+}

@@ -23,6 +23,7 @@ from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.cuda.memory import CudaBuffer
+from kestrel.cuda.sources import KernelSources
 from kestrel.engine import Engine
 from kestrel.launch import Tuning
 from kestrel.ops import WType
@@ -42,8 +43,14 @@ def qwen3_30b_a3b(layers: int = 48) -> ModelConfig:
 class DeviceWeights(CudaBackend):
     """A backend that has some host arrays on the device already, so that binding them copies nothing."""
 
-    def __init__(self, mode: Any = "l2exact", graph: bool = True, tuning: Tuning | None = None) -> None:
-        super().__init__(0, mode, graph, tuning=tuning)
+    def __init__(
+        self,
+        mode: Any = "l2exact",
+        graph: bool = True,
+        tuning: Tuning | None = None,
+        sources: KernelSources | None = None,
+    ) -> None:
+        super().__init__(0, mode, graph, tuning=tuning, sources=sources)
         self.present: dict[int, CudaBuffer] = {}
 
     def upload(self, array: npt.NDArray[Any]) -> CudaBuffer:

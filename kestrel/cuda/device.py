@@ -19,7 +19,7 @@ from kestrel.cuda.environment import load_cupy, open_device
 from kestrel.cuda.feedback import GreedyLoop
 from kestrel.cuda.graph import Graph
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
-from kestrel.cuda.sources import kernel_sources
+from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.errors import BackendError
 from kestrel.launch import (
     PROGRAMMATIC,
@@ -106,8 +106,12 @@ def _shares_split(kernel: str) -> bool:
 class Kernels:
     """The loaded modules of one device, and their functions by name."""
 
-    def __init__(self, cupy: Any, architecture: str, *, fast: bool, carveout: int) -> None:
-        """``carveout``: percent of a multiprocessor's L1 that all kernels ask for as shared memory."""
+    def __init__(
+        self, cupy: Any, architecture: str, *, fast: bool, carveout: int, sources: KernelSources | None = None
+    ) -> None:
+        """``carveout``: percent of a multiprocessor's L1 that all kernels ask for as shared memory;
+        ``sources``: other text than the installation's.
+        """
         from cuda.bindings import driver
 
         self._driver = driver
@@ -115,8 +119,9 @@ class Kernels:
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, Any]] = {}
         self._large_clusters: set[str] = set()  # functions that may be launched with them
-        wanted = nvrtc.units(kernel_sources(), exact=True, fast=fast)
-        for unit, path in nvrtc.cubin_paths(wanted, architecture).items():
+        sources = sources or kernel_sources()
+        wanted = nvrtc.units(sources, exact=True, fast=fast)
+        for unit, path in nvrtc.cubin_paths(wanted, architecture, sources).items():
             module = cupy.RawModule(path=str(path))
             for name in nvrtc.kernels_in(path.read_bytes()):
                 if name.endswith("_fast") == unit.fast:
@@ -261,7 +266,9 @@ class CudaBackend:
         graph: bool = True,
         progress: Progress | None = None,
         tuning: Tuning | None = None,
+        sources: KernelSources | None = None,
     ) -> None:
+        """``sources``: kernels to run instead of the installation's, for measurements."""
         self._cupy = load_cupy()
         self.device = open_device(device_index, self._cupy)
         from cuda.bindings import driver
@@ -287,6 +294,7 @@ class CudaBackend:
                 self.device.architecture,
                 fast=mode != "l2exact",
                 carveout=self.tuning.shared_carveout,
+                sources=sources,
             )
 
     def describe(self) -> dict[str, str]:
