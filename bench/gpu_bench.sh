@@ -30,8 +30,9 @@ for part in $PART; do
         run "$PYTHON" -m kestrel.bench --shape qwen3-30b-a3b -p 0 -n 64 -d 0,1024 -r 3 \
             --compare "$OUT/bench-30b-decode.json" -o "$OUT/bench-cpu-30b.json" -o "$OUT/bench-cpu-30b.md"
         ;;
-    startup) # needs a converted model: MODEL=models/smollm2-135m-instruct
+    startup) # the first needs a converted model: MODEL=models/smollm2-135m-instruct
         run "$PYTHON" -m bench.startup --cuda --cold ${MODEL:+-m "$MODEL"} --json "$OUT/startup.json"
+        run "$PYTHON" -m bench.load --cuda --shape qwen3-8b --json "$OUT/load-8b.json"
         ;;
     kernels)
         run "$PYTHON" -m bench.kernels --mode l2exact,fast -d 1024,16384 --json "$OUT/kernels-30b.json"
