@@ -147,7 +147,10 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             __syncthreads();
             unit_states<16 * W>(a, sh, u, HS, count, states);
             __syncthreads();
-            if (u.chunks == 1) store_unit(st, u, sh.s);
+            if (u.chunks == 1) {
+                store_unit(st, u, sh.s);
+                if (item + blocks < groups) __syncthreads();  // the next unit's squares take the place of these states
+            }
         }
     }
 }

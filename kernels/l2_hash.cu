@@ -232,8 +232,9 @@ KERNEL LAUNCH_BOUNDS(256) void k_l2_hash_many(const L2HashManyArgs a) {
 
 #define LONG_TILES 256  // of a long row, at most; kestrel/launch.py knows it, too
 
-// Which low nibble, then which high one, comes behind a tile for each one before it. Launches of long rows never overlap.
-static __device__ unsigned char long_nibbles[2][LONG_TILES][16];
+// Which low nibble, then which high one, comes behind a tile for each one before it; read by words. Launches of long rows
+// never overlap.
+alignas(4) static __device__ unsigned char long_nibbles[2][LONG_TILES][16];
 
 // The nibble before tile `tile` if `nibble` is the one before the row: the tiles' tables one after the other. Each warp
 // follows all 16 through a part of them at first. The whole block calls it.

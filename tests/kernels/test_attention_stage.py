@@ -69,6 +69,14 @@ def test_cuts(blocks: int, heads: tuple[int, int]) -> None:
     compare(700, blocks=blocks, seed=blocks, heads=heads[0], kv_heads=heads[1], head_dim=16)
 
 
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("shape", [(1, 6, 2, 96), (2, 9, 3, 96), (1, 10, 2, 64)])
+def test_one_chunk_and_fewer_blocks_than_units(shape: tuple[int, int, int, int], seed: int) -> None:
+    """A block's next unit waits until every warp has stored its part of the one before."""
+    blocks, heads, kv_heads, head_dim = shape
+    compare(200, blocks=blocks, seed=seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
 @pytest.mark.parametrize("heads_of_a_unit", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("last", [255, 192, 100, 31, 3])
