@@ -66,7 +66,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         ids = warp_choose(a.topk.logits, a.topk.E, a.topk.T);
         if (lane < a.topk.T) choice.ids[lane] = ids;
     } else {
-        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, 32 * warps);
+        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, by_warp ? 32 * warps : blockDim.x);
     }
     if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
     // Asks for unit u of the block.
