@@ -126,10 +126,10 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
             a.swiglu.h[32 * g + lane] = value;
             warp_a8_element(value, a.a8, g);
         }
-#if !BULK_GATES
-        copy_wait_all();
-        __syncthreads();
-#endif
+        if (!BULK_GATES) {
+            copy_wait_all();
+            __syncthreads();
+        }
         if (++slot == slots) slot = 0, round++;
     }
 }

@@ -289,21 +289,64 @@ template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Sit
 
 #define FULL_WARP 0xffffffffu
 
-// Whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a copy_wait_all of
-// the warp that asked and a barrier of the block.
-#define BULK_GATES (__CUDA_ARCH__ >= 900)
 #if !(__CUDA_ARCH__ >= 900)
+// Bulk copies of a warp where there are no gates.
+DEVICE void plain_bulk_copy(void *shared, const void *global, int bytes) {
+    for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
+}
+DEVICE void plain_bulk_copy_lane(void *shared, const void *global, int bytes) {
+    for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
+}
+DEVICE void plain_bulk_wait() {
+    copy_wait_all();
+    __syncwarp();
+}
+#endif
+
+// BULK_GATES: whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a
+// copy_wait_all of the warp that asked and a barrier of the block.
+#if defined(__CUDACC_RTC__) || defined(__CUDACC__)
+#define BULK_GATES (__CUDA_ARCH__ >= 900)
+#if !BULK_GATES
 DEVICE void bulk_open(unsigned long long *) {}
 DEVICE void bulk_expect(unsigned long long *, int) {}
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
-    for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
+    plain_bulk_copy(shared, global, bytes);
 }
 DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *) {
-    for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
+    plain_bulk_copy_lane(shared, global, bytes);
 }
-DEVICE void bulk_wait(unsigned long long *, unsigned) {
-    copy_wait_all();
-    __syncwarp();
+DEVICE void bulk_wait(unsigned long long *, unsigned) { plain_bulk_wait(); }
+#endif
+#else
+#define BULK_GATES simt::bulk_gates  // of the launch
+DEVICE void bulk_open(unsigned long long *gate, simt::Site site = simt::caller()) {
+    if (!BULK_GATES) return;
+    if (threadIdx.x % 32 == 0) simt::gate_open(site, gate);
+    simt::warp_collective(site, simt::Collective::sync, FULL_WARP, 0, 0, 32);
+}
+DEVICE void bulk_expect(unsigned long long *gate, int bytes, simt::Site site = simt::caller()) {
+    if (BULK_GATES && threadIdx.x % 32 == 0) simt::gate_expect(site, gate, bytes);
+}
+DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *gate,
+                      simt::Site site = simt::caller()) {
+    if (!BULK_GATES)
+        plain_bulk_copy(shared, global, bytes);
+    else if (threadIdx.x % 32 == 0)
+        simt::bulk_copy(site, shared, global, bytes, gate);
+}
+DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate,
+                           simt::Site site = simt::caller()) {
+    if (BULK_GATES)
+        simt::bulk_copy(site, shared, global, bytes, gate);
+    else
+        plain_bulk_copy_lane(shared, global, bytes);
+}
+DEVICE void bulk_wait(unsigned long long *gate, unsigned turn, simt::Site site = simt::caller()) {
+    if (BULK_GATES)
+        simt::gate_wait(site, gate, turn);
+    else
+        plain_bulk_wait();
 }
 #endif
 

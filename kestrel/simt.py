@@ -29,14 +29,19 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any
     return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
 
 
-def run_launch(launch: Launch, seed: int = 0) -> None:
-    """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees."""
+def run_launch(launch: Launch, seed: int = 0, *, gates: bool = True) -> None:
+    """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees.
+
+    Without ``gates`` bulk copies are made as below sm_90.
+    """
     args: Any = launch.args
     if launch.table:
         table = np.frombuffer(launch.table, np.uint8)
         args = type(args).from_buffer_copy(args)
         args.table = table.ctypes.data
-    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, launch.cluster)
+    _simt.launch(
+        launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, launch.cluster, gates
+    )
 
 
 class SimtProgram:

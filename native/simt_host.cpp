@@ -24,6 +24,7 @@ namespace simt {
 
 uint3 grid_dim, block_dim, block_index;
 const uint3 *thread_index;
+bool bulk_gates;
 Counters counters;
 
 namespace {
@@ -33,8 +34,11 @@ constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
 constexpr unsigned kMaxCluster = 16;           // with the attribute for more than 8
 constexpr int kPoison = 0xff;                  // NaN as a float, -1 as an integer
+constexpr uint64_t kGateMark = 0x67617465;     // upper half of an open gate; the lower one is its number
+constexpr long long kMaxGateBytes = (1 << 20) - 1;
+constexpr unsigned kAlways = 4;                // of how prompt a block's bulk copies are
 
-enum class State : uint8_t { ready, at_barrier, in_warp, in_cluster, ended };
+enum class State : uint8_t { ready, at_barrier, in_warp, in_cluster, at_gate, ended };
 // Of a fiber at the cluster's barrier: `passed` when all have arrived and it has not called cluster_wait since.
 enum class Phase : uint8_t { outside, arrived, passed };
 
@@ -61,6 +65,7 @@ struct Fiber {
     char *stack = nullptr;
     std::vector<PendingCopy> copies;
     unsigned copy_groups = 0;  // closed by copy_commit
+    unsigned gate, turn;       // at_gate
 };
 
 struct Warp {
@@ -73,6 +78,27 @@ struct Warp {
     unsigned lane_to_fiber[32];
 };
 
+// An mbarrier with a count of one. A turn begins when the one before is over, and is over when it has been told what to
+// expect and as much has arrived.
+struct Gate {
+    const unsigned char *at;
+    unsigned turn = 0;       // the one it is in
+    unsigned seen = 0;       // a thread has returned from waiting for each turn before this one
+    bool expects = false;    // this turn has been told
+    long long expected = 0;  // bytes of this turn: told,
+    long long asked = 0;     // on their way or there,
+    long long arrived = 0;   // there
+    Site expect_site = {}, ask_site = {};  // of the latest
+};
+
+struct BulkCopy {
+    unsigned gate;
+    unsigned char *to;
+    const unsigned char *from;
+    std::vector<unsigned char> bytes;  // as they were when it was asked for
+    Site site;
+};
+
 struct Block {
     uint3 index;
     unsigned char *dynamic;              // shared memory
@@ -80,6 +106,9 @@ struct Block {
     unsigned ended;                      // threads
     unsigned arrived, waited;            // threads that have passed the halves of the current cluster barrier
     Site arrive_site, wait_site;         // of the first of them
+    std::vector<Gate> gates;             // open ones
+    std::vector<BulkCopy> bulk;          // on their way
+    unsigned prompt;                     // how often a bulk copy does not wait to be waited for, out of kAlways times
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches; those of a block lie side by side
@@ -87,6 +116,7 @@ std::vector<Warp> warps;
 Block blocks[kMaxCluster];
 Block *running;  // its __shared__ variables are in the section
 unsigned cluster_blocks, block_threads, cluster_arrived;
+bool shuffled;        // the launch has a seed
 size_t shared_bytes;  // of dynamic shared memory
 size_t shared_room;   // the same, rounded up as a GPU allocates them
 
@@ -182,6 +212,37 @@ void suspend(State state) {
     _longjmp(scheduler_context, 1);
 }
 
+bool in_dynamic(const unsigned char *at, size_t bytes) {
+    return at >= running->dynamic && at + bytes <= running->dynamic + shared_bytes;
+}
+bool in_statics(const unsigned char *at, size_t bytes) {
+    return at >= statics() && at + bytes <= statics() + static_bytes();
+}
+
+// A turn of a gate of the running block.
+std::string name(const Gate &gate, unsigned turn) {
+    const bool dynamic = in_dynamic(gate.at, 8);
+    return "turn " + std::to_string(turn) + " (parity " + std::to_string(turn % 2) + ") of the gate at byte " +
+           std::to_string(gate.at - (dynamic ? running->dynamic : statics())) + " of " +
+           (dynamic ? "dynamic shared memory" : "static shared memory");
+}
+
+// What the gates of a block say when its last thread ends.
+void check_gates() {
+    const std::string who = "block " + name(running->index) + " ended ";
+    for (const Gate &g : running->gates) {
+        if (g.expects && g.asked < g.expected)
+            fail(who + "while " + name(g, g.turn) + " expects " + std::to_string(g.expected - g.asked) +
+                 " bytes that nobody asks for: see " + name(g.expect_site));
+        if (!g.expects && g.asked)
+            fail(who + "with a bulk copy, asked for at " + name(g.ask_site) + ", that " + name(g, g.turn) +
+                 " does not expect");
+        const unsigned begun = g.turn + (g.expects ? 1 : 0);
+        if (g.seen < begun)
+            fail(who + "without waiting for " + name(g, g.seen) + ", expected at " + name(g.expect_site));
+    }
+}
+
 void fiber_main() {
     for (;;) {
         kernel_function(kernel_args);
@@ -192,7 +253,7 @@ void fiber_main() {
             fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " +
                  name(blocks[self->reached_block].index) +
                  " after its last cluster barrier, when that block may have ended");
-        running->ended++;
+        if (++running->ended == block_threads) check_gates();
         Warp &warp = warps[self->warp];
         warp.ended |= 1u << self->lane;
         suspend(State::ended);
@@ -230,6 +291,9 @@ void start_block(unsigned rank, const uint3 &index) {
     const unsigned count = block_threads, warp_total = (count + 31) / 32, first_warp = rank * warp_total;
     block.index = index;
     block.ended = block.arrived = block.waited = 0;
+    block.gates.clear();
+    block.bulk.clear();
+    block.prompt = shuffled ? static_cast<unsigned>(next_random() % (kAlways + 1)) : 0;
     warps.resize(std::max<size_t>(warps.size(), first_warp + warp_total));
     for (unsigned w = 0; w < warp_total; w++) {
         const unsigned lanes = std::min(32u, count - 32 * w);
@@ -297,8 +361,66 @@ bool release_barrier(unsigned rank) {
     return true;
 }
 
+// Ends the turn of a gate of the running block when all has arrived.
+void end_turn(unsigned number) {
+    Gate &gate = running->gates[number];
+    if (!gate.expects || gate.arrived < gate.expected) return;
+    gate.turn++;
+    gate.expects = false;
+    gate.expected = gate.asked = gate.arrived = 0;
+    const unsigned first = static_cast<unsigned>(running - blocks) * block_threads;
+    for (unsigned i = first; i < first + block_threads; i++)
+        if (fibers[i]->state == State::at_gate && fibers[i]->gate == number) fibers[i]->state = State::ready;
+}
+
+// A bulk copy of the running block arrives. On a GPU its bytes may move at any time since it was asked for.
+void arrive(size_t which) {
+    const BulkCopy copy = std::move(running->bulk[which]);
+    running->bulk.erase(running->bulk.begin() + static_cast<std::ptrdiff_t>(which));
+    const size_t bytes = copy.bytes.size();
+    const auto poison = [](unsigned char byte) { return byte == kPoison; };
+    const std::string what = " of the bulk copy asked for at " + name(copy.site) + " has been written while it was on its way";
+    if (!std::all_of(copy.to, copy.to + bytes, poison)) throw std::runtime_error("the destination" + what);
+    if (std::memcmp(copy.from, copy.bytes.data(), bytes) != 0) throw std::runtime_error("the source" + what);
+    std::memcpy(copy.to, copy.bytes.data(), bytes);
+    running->gates[copy.gate].arrived += static_cast<long long>(bytes);
+    end_turn(copy.gate);
+}
+
+// Some of the bulk copies of the running block that nothing makes arrive yet.
+void arrive_some() {
+    while (!running->bulk.empty() && next_random() % kAlways < running->prompt) arrive(next_random() % running->bulk.size());
+}
+
+// Called when no fiber of a block can go on: bulk copies of a gate that one of them waits for arrive. Returns false when
+// there are none; throws when there never will be.
+bool arrive_awaited(unsigned rank) {
+    const Fiber *waits = nullptr;
+    std::vector<unsigned> awaited;
+    for (unsigned i = rank * block_threads; i < (rank + 1) * block_threads; i++) {
+        const Fiber &f = *fibers[i];
+        if (f.state != State::at_gate) continue;
+        if (waits == nullptr) waits = &f;
+        const auto comes = [&](const BulkCopy &copy) { return copy.gate == f.gate; };
+        if (std::any_of(running->bulk.begin(), running->bulk.end(), comes)) awaited.push_back(f.gate);
+        if (!awaited.empty() && !shuffled) break;
+    }
+    if (waits == nullptr) return false;
+    if (awaited.empty()) {
+        const Gate &g = running->gates[waits->gate];
+        throw std::runtime_error("deadlock: " + name(*waits) + " waits at " + name(waits->site) + " for " +
+                                 name(g, waits->turn) + ", which expects " +
+                                 (g.expects ? std::to_string(g.expected) + " bytes, of which " : "nothing yet; ") +
+                                 std::to_string(g.asked) + (g.expects ? " were asked for" : " bytes were asked for"));
+    }
+    const unsigned gate = awaited[shuffled ? next_random() % awaited.size() : 0];
+    for (size_t i = running->bulk.size(); i-- > 0;)
+        if (running->bulk[i].gate == gate) arrive(i);
+    return true;
+}
+
 // Lets every fiber of a block that can go on do so once; false when none could, and none of them can now.
-bool run_once(unsigned rank, std::vector<unsigned> &order, bool shuffled) {
+bool run_once(unsigned rank, std::vector<unsigned> &order) {
     if (blocks[rank].ended == block_threads) return false;
     enter(blocks[rank]);
     if (shuffled) shuffle_order(order);
@@ -310,11 +432,13 @@ bool run_once(unsigned rank, std::vector<unsigned> &order, bool shuffled) {
         resume(f);
         if (!error.empty()) throw std::runtime_error(error);
     }
-    return progress || release_barrier(rank);
+    if (!progress) return arrive_awaited(rank) || release_barrier(rank);
+    arrive_some();
+    return true;
 }
 
 // The blocks from `first` on; `order` is that of the threads of a block.
-void run_cluster(const uint3 &first, std::vector<unsigned> &order, bool shuffled) {
+void run_cluster(const uint3 &first, std::vector<unsigned> &order) {
     running = nullptr;
     cluster_arrived = 0;
     std::vector<unsigned> ranks(cluster_blocks);
@@ -328,7 +452,7 @@ void run_cluster(const uint3 &first, std::vector<unsigned> &order, bool shuffled
         for (unsigned rank : ranks) {
             // As far ahead of the others as it gets, or, shuffled, sometimes a step alone.
             const bool far = cluster_blocks == 1 || !shuffled || next_random() % 2;
-            while (run_once(rank, order, shuffled)) {
+            while (run_once(rank, order)) {
                 progress = true;
                 if (!far) break;
             }
@@ -471,8 +595,8 @@ unsigned char *cluster_address(Site site, const void *shared, int rank, size_t b
     if (reinterpret_cast<uintptr_t>(at) % bytes)
         fail(who() + " accesses " + std::to_string(bytes) + " bytes that are not aligned to their size");
     Block &other = blocks[rank];
-    const bool in_dynamic = at >= running->dynamic && at + bytes <= running->dynamic + shared_bytes;
-    if (!in_dynamic && !(at >= statics() && at + bytes <= statics() + static_bytes()))
+    const bool dynamic = in_dynamic(at, bytes);
+    if (!dynamic && !in_statics(at, bytes))
         fail(who() + " names an address that is not in its shared memory");
     if (&other == running) return at;
     if (!self.all_began)
@@ -483,7 +607,7 @@ unsigned char *cluster_address(Site site, const void *shared, int rank, size_t b
     self.reached = true;
     self.reach_site = site;
     self.reached_block = static_cast<unsigned>(rank);
-    return in_dynamic ? other.dynamic + (at - running->dynamic) : other.statics.data() + (at - statics());
+    return dynamic ? other.dynamic + (at - running->dynamic) : other.statics.data() + (at - statics());
 }
 
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
@@ -539,6 +663,107 @@ void copy_wait_all() {
     current->copies.clear();
 }
 
+namespace {
+
+// "thread ... at ...", behind which it says what the thread does.
+std::string caller_name(Site site) { return name(*current) + " at " + name(site); }
+
+const unsigned char *gate_address(Site site, const unsigned long long *gate) {
+    const unsigned char *const at = reinterpret_cast<const unsigned char *>(gate);
+    if (reinterpret_cast<uintptr_t>(at) % 8 || (!in_dynamic(at, 8) && !in_statics(at, 8)))
+        fail(caller_name(site) + " names a gate that is not 8 aligned bytes of its shared memory");
+    return at;
+}
+
+unsigned find_gate(Site site, const unsigned long long *gate) {
+    const unsigned char *const at = gate_address(site, gate);
+    std::vector<Gate> &gates = running->gates;
+    const unsigned number = static_cast<unsigned>(*gate & 0xffffffffu);
+    if (*gate >> 32 == kGateMark && number < gates.size() && gates[number].at == at) return number;
+    for (const Gate &g : gates)
+        if (g.at == at) fail(caller_name(site) + " uses a gate whose memory has been written since it was opened");
+    fail(caller_name(site) + " uses a gate that nobody has opened yet");
+}
+
+// The first that is said of a turn; ahead of that somebody must have seen that the one before is over.
+void check_turn(Site site, const Gate &gate) {
+    if (!gate.expects && gate.asked == 0 && gate.seen < gate.turn)
+        fail(caller_name(site) + " begins " + name(gate, gate.turn) + " before anyone has waited for the one before");
+}
+
+void check_bytes(Site site, const Gate &gate) {
+    if (gate.expects && gate.asked > gate.expected)
+        fail(caller_name(site) + ": " + name(gate, gate.turn) + " expects " + std::to_string(gate.expected) +
+             " bytes, and more were asked for: " + std::to_string(gate.asked));
+    if (gate.asked > kMaxGateBytes || gate.expected > kMaxGateBytes)
+        fail(caller_name(site) + ": more bytes on their way than a gate can count: " +
+             std::to_string(std::max(gate.asked, gate.expected)));
+}
+
+}  // namespace
+
+void gate_open(Site site, unsigned long long *gate) {
+    const unsigned char *const at = gate_address(site, gate);
+    std::vector<Gate> &gates = running->gates;
+    for (const Gate &g : gates)
+        if (g.at == at) fail(caller_name(site) + " opens a gate a second time");
+    *gate = kGateMark << 32 | gates.size();
+    gates.emplace_back();
+    gates.back().at = at;
+}
+
+void gate_expect(Site site, unsigned long long *gate, int bytes) {
+    const unsigned number = find_gate(site, gate);
+    Gate &g = running->gates[number];
+    if (bytes < 0 || bytes % 16) fail(caller_name(site) + " expects " + std::to_string(bytes) + " bytes, no multiple of 16");
+    if (g.expects) fail(caller_name(site) + " tells " + name(g, g.turn) + " a second time what to expect");
+    check_turn(site, g);
+    g.expects = true;
+    g.expected = bytes;
+    g.expect_site = site;
+    check_bytes(site, g);
+    end_turn(number);
+}
+
+void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate) {
+    const unsigned number = find_gate(site, gate);
+    Gate &g = running->gates[number];
+    BulkCopy copy{number, static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), {}, site};
+    if (bytes <= 0 || bytes % 16) fail(caller_name(site) + " copies " + std::to_string(bytes) + " bytes, no multiple of 16");
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16)
+        fail(caller_name(site) + " copies from or to an address that is not aligned to 16 bytes");
+    const size_t size = static_cast<size_t>(bytes);
+    if (!in_dynamic(copy.to, size) && !in_statics(copy.to, size))
+        fail(caller_name(site) + " copies to what is not in its shared memory");
+    for (const BulkCopy &other : running->bulk)
+        if (copy.to < other.to + other.bytes.size() && other.to < copy.to + size)
+            fail(caller_name(site) + " copies to where the bulk copy asked for at " + name(other.site) + " has yet to arrive");
+    check_turn(site, g);
+    g.asked += bytes;
+    g.ask_site = site;
+    check_bytes(site, g);
+    copy.bytes.assign(copy.from, copy.from + size);
+    std::memset(copy.to, kPoison, size);
+    running->bulk.push_back(std::move(copy));
+    if (shuffled && next_random() % kAlways < running->prompt) arrive(running->bulk.size() - 1);
+}
+
+void gate_wait(Site site, unsigned long long *gate, unsigned turn) {
+    const unsigned number = find_gate(site, gate);
+    Fiber &self = *current;
+    if (turn == running->gates[number].turn) {
+        self.site = site;
+        self.gate = number;
+        self.turn = turn;
+        suspend(State::at_gate);
+    }
+    Gate &g = running->gates[number];
+    // The hardware compares parities: it lets the thread pass too early, or make it wait for a turn that need not come.
+    if (g.turn != turn + 1)
+        fail(caller_name(site) + " waits for " + name(g, turn) + ", which is in turn " + std::to_string(g.turn));
+    g.seen = std::max(g.seen, turn + 1);
+}
+
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     const uint3 g = launch.grid, b = launch.block;
     const uint64_t threads = (uint64_t)b.x * b.y * b.z;
@@ -565,17 +790,18 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     kernel_args = args;
     error.clear();
     random_state = launch.seed;
+    shuffled = launch.seed != 0;
+    bulk_gates = launch.gates;
     counters.launches++;
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
     std::vector<uint64_t> clusters((size_t)g.x * g.y * g.z / cluster_blocks);
     for (size_t i = 0; i < clusters.size(); i++) clusters[i] = i * cluster_blocks;
-    if (launch.seed) shuffle_order(clusters);
+    if (shuffled) shuffle_order(clusters);
     try {
         for (uint64_t i : clusters)
-            run_cluster({(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))}, order,
-                        launch.seed != 0);
+            run_cluster({(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))}, order);
     } catch (...) {
         for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
             f->started = false;

@@ -3,7 +3,9 @@
 // after another, the blocks of a cluster side by side. It checks what a GPU leaves undefined: divergent barriers, lanes
 // missing from a mask, shared memory read before it is written (poisoned with 0xff before each block), shared memory of a
 // block that may not have begun or may have left. A seed shuffles the order of blocks and fibers, so that a result that
-// depends on the order moves. It shows no races within one instruction and no performance.
+// depends on the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn
+// of their gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction,
+// no missing fences between a thread's own accesses and bulk copies, and no performance.
 #pragma once
 
 #include <cmath>
@@ -41,6 +43,7 @@ struct Launch {
     size_t shared_bytes;  // dynamic shared memory
     uint64_t seed;        // 0: blocks and fibers in index order
     unsigned cluster = 1; // blocks along x that run side by side
+    bool gates = true;    // as from sm_90 on; without, bulk copies are plain ones
 };
 
 // Runs `kernel(args)` on every thread of the launch; throws std::runtime_error on undefined behaviour it sees.
@@ -48,6 +51,7 @@ void run(const Launch &launch, void (*kernel)(const void *args), const void *arg
 
 extern uint3 grid_dim, block_dim, block_index;  // of the running fiber
 extern const uint3 *thread_index;  // of the running fiber
+extern bool bulk_gates;            // of the running launch
 unsigned char *dynamic_shared();
 
 // Counts since the process started, for tests of the shim and for a feel of the cost.
@@ -92,6 +96,14 @@ void copy_async(void *to, const void *from, size_t bytes);
 void copy_commit();
 void copy_wait(int pending);
 void copy_wait_all();
+
+// Bulk copies and their gates: see kernels/port.cuh. The running thread opens, expects and asks, whichever lane it is; any
+// thread may wait. What is asked for is what the source holds then; with seed 0 it arrives when all threads of the block
+// wait for something and one of them for its gate, otherwise at any time up to then.
+void gate_open(Site site, unsigned long long *gate);
+void gate_expect(Site site, unsigned long long *gate, int bytes);
+void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate);
+void gate_wait(Site site, unsigned long long *gate, unsigned turn);
 
 template <class T>
 inline uint64_t to_word(T v) {

@@ -22,7 +22,7 @@ const simt::Kernel &find(const std::string &name) {
 }
 
 void launch(const std::string &name, std::array<unsigned, 3> grid, std::array<unsigned, 3> block, size_t shared,
-            const std::string &args, uint64_t seed, unsigned cluster) {
+            const std::string &args, uint64_t seed, unsigned cluster, bool gates) {
     const simt::Kernel &kernel = find(name);
     if (args.size() != kernel.args_size)
         throw py::value_error(name + " takes " + std::to_string(kernel.args_size) + " bytes of arguments, not " +
@@ -30,7 +30,8 @@ void launch(const std::string &name, std::array<unsigned, 3> grid, std::array<un
     alignas(16) char copy[4096];
     if (args.size() > sizeof copy) throw py::value_error("a kernel takes at most 4096 bytes of arguments");
     std::memcpy(copy, args.data(), args.size());
-    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, cluster};
+    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, cluster,
+                                gates};
     simt::run(geometry, kernel.run, copy);
 }
 
@@ -41,11 +42,12 @@ PYBIND11_MODULE(_simt, m) {
     m.def(
         "launch",
         [](const std::string &name, std::array<unsigned, 3> grid, std::array<unsigned, 3> block, size_t shared,
-           const py::bytes &args, uint64_t seed,
-           unsigned cluster) { launch(name, grid, block, shared, args, seed, cluster); },
+           const py::bytes &args, uint64_t seed, unsigned cluster,
+           bool gates) { launch(name, grid, block, shared, args, seed, cluster, gates); },
         py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared"), py::arg("args"), py::arg("seed") = 0,
-        py::arg("cluster") = 1,
-        "Run one kernel to its end; seed 0 keeps the order of blocks and threads, others shuffle it.");
+        py::arg("cluster") = 1, py::arg("gates") = true,
+        "Run one kernel to its end; seed 0 keeps the order of blocks and threads, others shuffle it. Without `gates` bulk "
+        "copies are made as below sm_90.");
     m.def("kernels", [] {
         std::vector<std::string> names;
         for (const auto *table : {&simt::exact_kernels(), &simt::fast_kernels()})

@@ -284,6 +284,147 @@ KERNEL void t_cluster_overflow_fault(const SelftestArgs a) {
     if (threadIdx.x == 0 && cluster_rank() == a.reserved) reinterpret_cast<int *>(dynamic)[a.n] = 1;
 }
 
+// Each warp brings `reserved` pieces of 32 ints from `in` to `out` by way of a ring of two places, each with a gate: two
+// lanes ask for the halves of a piece, and all lanes read it the other way round.
+namespace {
+
+// Mistakes, by `n`; tests/kernels/test_shim.py has the same numbers.
+enum {
+    kNoMistake,
+    kNotOpened,
+    kOpenedTwice,
+    kTurnAhead,
+    kTurnBehind,
+    kFewerBytes,
+    kMoreBytes,
+    kNotExpected,
+    kExpectedTwice,
+    kWrongPlace,
+    kWrongGate,
+    kPlaceOff,
+    kSourceOff,
+    kOddLength,
+    kLocalPlace,
+    kStrangeGate,
+    kGateWritten,
+    kPlaceWritten,
+    kSourceWritten,
+    kLastNotWaited,
+    kOneWaitMore,
+    kNoWait,
+    kNoSync,
+    kAskedTooEarly,
+    kLastNotExpected,
+    kLastMoreBytes,
+};
+
+void bulk_stream(const SelftestArgs &a) {
+    DYNAMIC_SHARED(shared);
+    const int warp = warp_id(), lane = lane_id(), pieces = a.reserved, fault = a.n;
+    unsigned long long *const gates = reinterpret_cast<unsigned long long *>(shared) + 2 * warp;
+    int *const ring = reinterpret_cast<int *>(shared + 16 * warp_count()) + 64 * warp;
+    const int first = 32 * pieces * (linear_block() * warp_count() + warp);
+    int *const from = a.in + first, *const to = a.out + first;
+    alignas(16) int local[32];
+    const auto ask = [&](int piece) {
+        if (piece >= pieces) return;
+        const int place = piece % 2;
+        const bool last = piece == pieces - 1;
+        unsigned long long *gate = gates + place;
+        int *half = ring + 32 * (fault == kWrongPlace && piece >= 2 ? 1 - place : place) + 16 * lane;
+        const int *source = from + 32 * piece + 16 * lane;
+        int bytes = 128;
+        if (fault == kFewerBytes) bytes = 64;
+        if (fault == kMoreBytes || (fault == kLastMoreBytes && last)) bytes = 144;
+        if (fault != kNotExpected && !(fault == kLastNotExpected && last)) bulk_expect(gate, bytes);
+        if (fault == kExpectedTwice) bulk_expect(gate, 0);
+        if (fault == kWrongGate && piece >= 2) gate = gates + 1 - place;
+        if (fault == kStrangeGate) gate = reinterpret_cast<unsigned long long *>(local);
+        if (fault == kPlaceOff) half += 1;
+        if (fault == kSourceOff) source += 1;
+        if (fault == kLocalPlace) half = local;
+        if (lane < 2) bulk_copy_lane(half, source, fault == kOddLength ? 60 : 64, gate);
+        if (fault == kPlaceWritten && lane == 1) half[3] = 7;
+        if (fault == kSourceWritten && lane == 1) const_cast<int *>(source)[3]++;
+    };
+    for (int i = 0; i < 2; i++) {
+        if (fault != kNotOpened || i == 0) bulk_open(gates + i);
+        if (fault == kOpenedTwice) bulk_open(gates + i);
+        if (fault == kGateWritten && lane == 0) gates[0] = 5;
+        __syncwarp();
+        ask(i);
+    }
+    unsigned turn = 0;
+    for (int piece = 0; piece < pieces; piece++) {
+        const int place = piece % 2;
+        unsigned seen = turn;
+        if (fault == kTurnAhead) seen++;
+        if (fault == kTurnBehind) seen = 0;
+        const bool last_missing = fault == kLastNotWaited || fault == kLastNotExpected || fault == kLastMoreBytes;
+        if (last_missing && piece == pieces - 1) return;
+        if (fault != kNoWait) bulk_wait(gates + place, seen);
+        if (fault == kAskedTooEarly) ask(piece + 2);
+        to[32 * piece + lane] = ring[32 * place + 31 - lane];
+        if (fault != kNoSync) __syncwarp();
+        if (fault == kNoWait) bulk_wait(gates + place, seen);
+        if (fault != kAskedTooEarly) ask(piece + 2);
+        if (place) turn++;
+    }
+    if (fault == kOneWaitMore) bulk_wait(gates, turn + (unsigned)(pieces % 2));
+}
+
+}  // namespace
+
+KERNEL void t_bulk(const SelftestArgs a) { bulk_stream(a); }
+
+// One warp of a block opens gates in static shared memory and asks; all wait. `n`: 1 without a barrier ahead of the wait, 2
+// with a first gate that is two turns ahead by then, 3 with a warp that waits once more where the others meet.
+KERNEL void t_bulk_shared(const SelftestArgs a) {
+    __shared__ __align__(16) int tile[64];
+    __shared__ unsigned long long gates[2];
+    const int i = linear_thread();
+    if (warp_id() == 0) {
+        for (int g = 0; g < 2; g++) {
+            bulk_open(gates + g);
+            bulk_expect(gates + g, 128);
+            bulk_copy(tile + 32 * g, a.in + 64 * linear_block() + 32 * g, 128, gates + g);
+        }
+    }
+    if (a.n == 2 && warp_id() == 0) {
+        bulk_wait(gates, 0);
+        __syncwarp();
+        bulk_expect(gates, 0);
+        bulk_wait(gates, 1);
+    }
+    if (a.n != 1) __syncthreads();
+    int sum = 0;
+    for (int g = 0; g < 2; g++) {
+        bulk_wait(gates + g, 0);
+        for (int j = 0; j < 32; j++) sum += tile[32 * g + j];
+    }
+    a.out[linear_block() * block_size() + i] = sum;
+    if (a.n == 3) {
+        if (warp_id() == 1)
+            bulk_wait(gates, 1);
+        else
+            __syncthreads();
+    }
+    cluster_sync();
+}
+
+// How many copies have arrived when they need not: out[block] counts those of eight that a thread sees.
+KERNEL void t_bulk_early(const SelftestArgs a) {
+    __shared__ __align__(16) int tile[32];
+    __shared__ unsigned long long gate;
+    bulk_open(&gate);
+    bulk_expect(&gate, 128);
+    for (int i = 0; i < 8; i++) bulk_copy(tile + 4 * i, a.in + 4 * i, 16, &gate);
+    __syncwarp();
+    const int seen = __popc(__ballot_sync(FULL_WARP, tile[lane_id()] != -1)) / 4;
+    if (lane_id() == 0) a.out[linear_block()] = seen;
+    bulk_wait(&gate, 0);
+}
+
 namespace simt {
 
 const std::vector<Kernel> &selftest_kernels() {
@@ -310,6 +451,9 @@ const std::vector<Kernel> &selftest_kernels() {
         SIMT_KERNEL(t_cluster_barrier_fault, SelftestArgs),
         SIMT_KERNEL(t_cluster_order, SelftestArgs),
         SIMT_KERNEL(t_cluster_overflow_fault, SelftestArgs),
+        SIMT_KERNEL(t_bulk, SelftestArgs),
+        SIMT_KERNEL(t_bulk_shared, SelftestArgs),
+        SIMT_KERNEL(t_bulk_early, SelftestArgs),
     };
     return table;
 }

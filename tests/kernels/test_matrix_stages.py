@@ -87,13 +87,14 @@ class Steps:
         expected: dict[str, npt.NDArray[Any]],
         seed: int = 0,
         hidden: str = "",
+        gates: bool = True,
     ) -> None:
         """``hidden``: an array between the ops that the stage leaves alone."""
         ops, memory = self.bind()
         launches = plan(ops, "l2exact", tuning).main
         assert [launch.kernel for launch in launches] == [kernel]
         for launch in launches:
-            run_launch(launch, seed)
+            run_launch(launch, seed, gates=gates)
         for name, guarded in memory.items():
             guarded.check(f"{kernel}: {name}")
             if name == hidden:
@@ -307,6 +308,20 @@ def test_streams_of_any_shape(rng: np.random.Generator, maker: Any) -> None:
             )
         ):
             steps.check(steps.launches(tuning)[0].kernel, tuning, expected, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_streams_without_gates(rng: np.random.Generator, seed: int) -> None:
+    """As below sm_90."""
+    tuning, more = Tuning(sms=2, streams=3, ring_bytes=20_000), {"seed": seed, "gates": False}
+    for steps in (
+        norm_matmul(rng, [Q4], [75], 768),
+        matmul_add(rng, [Q4], [75], 768),
+        head(rng, Q8, 75, 768),
+    ):
+        steps.check(steps.launches(tuning)[0].kernel, tuning, steps.on_cpu(), **more)  # type: ignore[arg-type]
+    steps = norm_gate_up(rng, 224, 768)
+    steps.check("k_norm_gate_up", tuning, steps.on_cpu(), hidden="y", **more)  # type: ignore[arg-type]
 
 
 # -- gate and up -----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def tap_hashes(model: Any, tokens: int, run: Callable[[Any], None]) -> dict[str,
     return found
 
 
-def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int) -> None:
+def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int, gates: bool = True) -> None:
     whole = plan(step.ops, "l2exact", tuning)
     if grid is not None:
         whole.main[:] = [
@@ -45,7 +45,7 @@ def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int) -> None:
             for launch in whole.main
         ]
     for launch in whole.in_line(late=seed % 2 == 1):
-        run_launch(launch, seed)
+        run_launch(launch, seed, gates=gates)
 
 
 def blocks_of(launch: Launch, grid: Grid) -> int:
@@ -66,6 +66,7 @@ def check(
     grid: Grid | None = None,
     seed: int = 0,
     kernels: tuple[str, ...] = (),
+    gates: bool = True,
 ) -> dict[str, int]:
     """Every tap as on the CPU; ``kernels`` must be among the launches."""
     tuning = tuning or Tuning()
@@ -74,7 +75,7 @@ def check(
     model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
     names = {launch.kernel for launch in plan(model.step(1, 1, "extended").ops, "l2exact", tuning).main}
     assert set(kernels) <= names, names
-    actual = tap_hashes(model, tokens, lambda step: launched(step, tuning, grid, seed))
+    actual = tap_hashes(model, tokens, lambda step: launched(step, tuning, grid, seed, gates))
     different = [key for key, value in expected.items() if actual[key] != value]
     assert not different, f"{len(different)} of {len(expected)} keys differ, first {different[0]}"
     return expected
@@ -237,6 +238,14 @@ def test_few_multiprocessors_and_little_memory(tuning: Tuning) -> None:
     assert (
         max(launch.shared for launch in found if is_ffn(launch.kernel)) <= tuning.shared_limit - STATIC_SHARED
     )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_experts_without_gates(seed: int) -> None:
+    """As below sm_90."""
+    config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=192)
+    for tuning in (Tuning(sms=2), Tuning(gate_up_warps=3, down_warps=3, down_rows=20, sms=1)):
+        check(config, weights_of(config), tuning=tuning, seed=seed, kernels=MOE_STAGES, gates=False)
 
 
 # -- what is joined ----------------------------------------------------------------------------------------

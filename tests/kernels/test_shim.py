@@ -16,7 +16,7 @@ from kestrel.launch import Launch
 
 _simt = pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
-from kestrel.simt import run_launch  # noqa: E402
+from kestrel.simt import aligned_empty, run_launch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,9 +45,10 @@ def launch(
     seed: int = 0,
     cluster: int = 1,
     reserved: int = 0,
+    gates: bool = True,
 ) -> npt.NDArray[np.int32]:
     args = SelftestArgs(out.ctypes.data, 0 if source is None else source.ctypes.data, n, reserved)
-    _simt.launch(kernel, grid, block, shared, bytes(args), seed, cluster)
+    _simt.launch(kernel, grid, block, shared, bytes(args), seed, cluster, gates)
     return out
 
 
@@ -157,8 +158,7 @@ def test_atomics() -> None:
 
 
 def test_asynchronous_copies_arrive_when_they_are_waited_for() -> None:
-    raw = np.empty(40, np.int32)
-    source = raw[(-raw.ctypes.data % 16) // 4 :][:32]
+    source = aligned_empty((32,), np.int32)
     source[:] = np.arange(32)
     np.testing.assert_array_equal(launch("t_copy_async", ints(32), source, shared=128), source)
     late = launch("t_missing_copy_wait_fault", ints(32), source, shared=128)
@@ -368,3 +368,126 @@ def test_the_backend_runs_a_launch_in_its_clusters() -> None:
     assert out.tolist() == [[8] * 64, [7] * 64]
     run_launch(Launch("t_cluster_access", (2, 1, 1), (64, 1, 1), 128, args))
     assert out.tolist() == [[7] * 64] * 2
+
+
+# -- bulk copies ---------------------------------------------------------------------------------------------
+
+WARPS, PIECES = 3, 7
+
+# How t_bulk errs, by number, as in native/simt_selftest.cpp, and what the shim says to it with seed 0.
+TURN = r"turn \d+ \(parity [01]\) of the gate at byte \d+ of dynamic shared memory"
+BULK_ERRORS = {
+    1: "uses a gate that nobody has opened yet",
+    2: "opens a gate a second time",
+    3: f"waits for {TURN}, which is in turn 0",
+    4: f"tells {TURN} a second time what to expect",
+    5: f"{TURN} expects 64 bytes, and more were asked for: 128",
+    6: f"deadlock: thread .* waits at .* for {TURN}, which expects 144 bytes, of which 128 were asked for",
+    7: f"deadlock: thread .* waits at .* for {TURN}, which expects nothing yet; 128 bytes were asked for",
+    8: f"tells {TURN} a second time what to expect",
+    9: "copies to where the bulk copy asked for at .* has yet to arrive",
+    10: f"{TURN} expects 128 bytes, and more were asked for: 192",
+    11: "copies from or to an address that is not aligned to 16 bytes",
+    12: "copies from or to an address that is not aligned to 16 bytes",
+    13: "copies 60 bytes, no multiple of 16",
+    14: "copies to what is not in its shared memory",
+    15: "names a gate that is not 8 aligned bytes of its shared memory",
+    16: "uses a gate whose memory has been written since it was opened",
+    17: "the destination of the bulk copy asked for at .* has been written while it was on its way",
+    18: "the source of the bulk copy asked for at .* has been written while it was on its way",
+    19: rf"block \(\d,0,0\) ended without waiting for {TURN}, expected at ",
+    20: f"deadlock: thread .* for {TURN}, which expects nothing yet; 0 bytes were asked for",
+    24: rf"block \(\d,0,0\) ended with a bulk copy, asked for at .*, that {TURN} does not expect",
+    25: rf"block \(\d,0,0\) ended while {TURN} expects 16 bytes that nobody asks for",
+}
+# Read before they are there, or not protected while they are read: wrong values, or what follows from them.
+BULK_WRONG_VALUES = (21, 22, 23)
+
+
+def bulk(n: int, seed: int, *, gates: bool = True) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """What t_bulk makes of its pieces, and what it should."""
+    source = aligned_empty((2, WARPS, PIECES, 32), np.int32)
+    source[...] = np.random.default_rng(seed).integers(0, 1 << 30, source.shape)
+    expected = source[..., ::-1].copy()
+    geometry = {"grid": (2, 1, 1), "block": (32 * WARPS, 1, 1), "shared": (16 + 2 * 128) * WARPS}
+    out = ints(*source.shape)
+    launch("t_bulk", out, source, n=n, seed=seed, reserved=PIECES, gates=gates, **geometry)  # type: ignore[arg-type]
+    return out, expected
+
+
+@pytest.mark.parametrize("gates", [True, False])
+def test_bulk_copies_arrive_when_they_are_waited_for(gates: bool) -> None:
+    for seed in range(20):
+        np.testing.assert_array_equal(*bulk(0, seed, gates=gates))
+
+
+@pytest.mark.parametrize(("n", "message"), BULK_ERRORS.items())
+def test_a_mistake_with_a_bulk_copy_is_an_error(n: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        bulk(n, 0)
+    np.testing.assert_array_equal(*bulk(0, 0))  # nothing is left behind
+
+
+@pytest.mark.parametrize("n", [*BULK_ERRORS, *BULK_WRONG_VALUES])
+def test_a_mistake_with_a_bulk_copy_is_seen_with_any_seed(n: int) -> None:
+    for seed in range(20):
+        try:
+            out, expected = bulk(n, seed)
+        except RuntimeError:
+            continue
+        assert n in (9, 17, 18, *BULK_WRONG_VALUES), "an error may be missing only where a copy was early"
+        # What a copy has brought may change in its source.
+        assert n == 18 or (out != expected).any(), seed
+
+
+def test_bulk_copies_that_are_not_there_are_poison() -> None:
+    out, expected = bulk(21, 0)
+    assert ((out == expected) | (out == -1)).all()
+    assert (out == -1).mean() > 0.5
+
+
+def test_an_error_of_a_bulk_copy_names_the_line() -> None:
+    with pytest.raises(RuntimeError, match=r"at simt_selftest\.cpp:\d+ opens"):
+        bulk(2, 0)
+
+
+def bulk_shared(n: int, seed: int) -> npt.NDArray[np.int32]:
+    source = aligned_empty((128,), np.int32)
+    source[:] = np.arange(128)
+    geometry = {"grid": (2, 1, 1), "block": (96, 1, 1), "cluster": 2}
+    return launch("t_bulk_shared", ints(2, 96), source, n=n, seed=seed, **geometry)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_gate_shows_copies_to_the_whole_block(seed: int) -> None:
+    halves = np.arange(128).reshape(2, 64).sum(1, keepdims=True)
+    np.testing.assert_array_equal(bulk_shared(0, seed), np.repeat(halves, 96, axis=1))
+
+
+@pytest.mark.parametrize("seed", range(1, 8))
+@pytest.mark.parametrize(
+    ("n", "message"),
+    [
+        (1, "uses a gate that nobody has opened yet"),
+        (
+            2,
+            r"waits for turn 0 \(parity 0\) of the gate at byte \d+ of static .*, which is in turn 2",
+        ),
+        (
+            3,
+            r"deadlock: thread \(\d+,0,0\) of .* for turn 1 .*, which expects nothing yet; 0 bytes",
+        ),
+    ],
+)
+def test_mistakes_of_a_block_that_shares_gates(n: int, message: str, seed: int) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        bulk_shared(n, seed)
+
+
+def test_a_seed_says_when_bulk_copies_arrive() -> None:
+    source = aligned_empty((32,), np.int32)
+    source[:] = np.arange(32)
+    early = [launch("t_bulk_early", ints(8), source, grid=(8, 1, 1), seed=seed).tolist() for seed in range(9)]
+    assert early[0] == [0] * 8, "as late as they can"
+    assert {count for counts in early for count in counts} == set(range(9))
+    assert early[1] == launch("t_bulk_early", ints(8), source, grid=(8, 1, 1), seed=1).tolist()
