@@ -2,8 +2,7 @@
 // the choice, gate, up, SwiGLU and a8; k_moe_down makes down, the combination in rank order and the residual. Both stream
 // weights by bulk copies into rings of shared memory, which take neither registers nor the path of other loads, and the
 // second launch asks for its weights while the first one still reads: the experts follow from the logits, which the kernel
-// two before it wrote. Loops are small, because instructions that run once a launch come from far away. Other formats and
-// lengths: moe_stages.cu. Each kernel exists in both forms: k_x and k_x_fast.
+// two before it wrote. Other formats and lengths: moe_stages.cu. Each kernel exists in both forms: k_x and k_x_fast.
 #include "expert_rows.cuh"
 #include "router.cuh"
 

@@ -100,7 +100,7 @@ def _shares_split(kernel: str) -> bool:
     same one. The head and the kernels of prompts would miss their L1.
     """
     name = kernel.removesuffix("_fast")
-    return (name in PROGRAMMATIC and not name.startswith("k_head")) or name.startswith("k_l2_hash")
+    return name in PROGRAMMATIC or name.startswith("k_l2_hash")
 
 
 class Kernels:
