@@ -57,10 +57,11 @@ def test_all_experts_tie(top_k: int, norm_topk_prob: bool) -> None:
         assert isinstance(router, QuantTensor)
         weights = edited(weights, name, codes=np.zeros_like(router.codes))
     run, model = same_bits_everywhere(config, weights)
-    ids = model.backend.read(model._buffers["rids"])[0]
-    shares = model.backend.read(model._buffers["rweights"])[0]
-    np.testing.assert_array_equal(ids, np.arange(top_k))
-    assert (shares == np.float32(1 / (top_k if norm_topk_prob else 8))).all()
+    for layer in range(config.num_layers):  # of the last token; with taps each layer keeps its own
+        ids = model.backend.read(model._buffers[f"rids.{layer}"])[0]
+        shares = model.backend.read(model._buffers[f"rweights.{layer}"])[0]
+        np.testing.assert_array_equal(ids, np.arange(top_k))
+        assert (shares == np.float32(1 / (top_k if norm_topk_prob else 8))).all()
     assert len({run.keys[f"t{t}_l{layer}_rids"] for t in range(T) for layer in (0, 1)}) == 1
 
 
