@@ -112,13 +112,6 @@ DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long
                      "l"(global), "r"(bytes), "r"(at)
                      : "memory");
 }
-// The same by one lane for itself, so that lanes ask for different pieces at once.
-DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate) {
-    const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(global), "r"(bytes), "r"(at)
-                 : "memory");
-}
 DEVICE void bulk_wait(unsigned long long *gate, unsigned turn) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
     unsigned done;
@@ -294,9 +287,6 @@ template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Sit
 DEVICE void plain_bulk_copy(void *shared, const void *global, int bytes) {
     for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) copy_async_16((char *)shared + i, (const char *)global + i);
 }
-DEVICE void plain_bulk_copy_lane(void *shared, const void *global, int bytes) {
-    for (int i = 0; i < bytes; i += 16) copy_async_16((char *)shared + i, (const char *)global + i);
-}
 DEVICE void plain_bulk_wait() {
     copy_wait_all();
     __syncwarp();
@@ -312,9 +302,6 @@ DEVICE void bulk_open(unsigned long long *) {}
 DEVICE void bulk_expect(unsigned long long *, int) {}
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *) {
     plain_bulk_copy(shared, global, bytes);
-}
-DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *) {
-    plain_bulk_copy_lane(shared, global, bytes);
 }
 DEVICE void bulk_wait(unsigned long long *, unsigned) { plain_bulk_wait(); }
 #endif
@@ -334,13 +321,6 @@ DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long
         plain_bulk_copy(shared, global, bytes);
     else if (threadIdx.x % 32 == 0)
         simt::bulk_copy(site, shared, global, bytes, gate);
-}
-DEVICE void bulk_copy_lane(void *shared, const void *global, int bytes, unsigned long long *gate,
-                           simt::Site site = simt::caller()) {
-    if (BULK_GATES)
-        simt::bulk_copy(site, shared, global, bytes, gate);
-    else
-        plain_bulk_copy_lane(shared, global, bytes);
 }
 DEVICE void bulk_wait(unsigned long long *gate, unsigned turn, simt::Site site = simt::caller()) {
     if (BULK_GATES)

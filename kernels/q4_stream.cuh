@@ -145,15 +145,15 @@ template <int ROWS, int CODES = 16> struct Q4Stream {
         }
         const int here = groups - ask_group < most ? groups - ask_group : most;
         unsigned long long *const gate = gates + ask_slot;
-        unsigned char *const to = ring + ask_slot * ROWS * pitch;
+        unsigned char *to = ring + ask_slot * ROWS * pitch;
         bulk_expect(gate, ask_rows * here * (CODES + 2));
-        const int r = row();
-        if (lane_id() < 2 * ROWS && r < ask_rows) {  // a lane to a row's codes, or to its scales
-            const bool codes = lane_id() < ROWS;
-            const int from = r * groups + ask_group;
-            bulk_copy_lane(to + r * pitch + (codes ? 0 : CODES * most),
-                           codes ? ask_codes + CODES * from : (const unsigned char *)(ask_scale + from),
-                           (codes ? CODES : 2) * here, gate);
+        const unsigned char *codes = ask_codes + CODES * ask_group;
+        const unsigned short *scale = ask_scale + ask_group;
+        // One lane asks for all: lanes that ask each for themselves take turns all the same, and longer ones.
+#pragma unroll 1
+        for (int r = 0; r < ask_rows; r++, to += pitch, codes += CODES * groups, scale += groups) {
+            bulk_copy(to, codes, CODES * here, gate);
+            bulk_copy(to + CODES * most, scale, 2 * here, gate);
         }
         ask_slot = ask_slot + 1 == pieces ? 0 : ask_slot + 1;
         ask_group += here;

@@ -331,8 +331,8 @@ void bulk_stream(const SelftestArgs &a) {
         const int place = piece % 2;
         const bool last = piece == pieces - 1;
         unsigned long long *gate = gates + place;
-        int *half = ring + 32 * (fault == kWrongPlace && piece >= 2 ? 1 - place : place) + 16 * lane;
-        const int *source = from + 32 * piece + 16 * lane;
+        int *half = ring + 32 * (fault == kWrongPlace && piece >= 2 ? 1 - place : place);
+        const int *source = from + 32 * piece;
         int bytes = 128;
         if (fault == kFewerBytes) bytes = 64;
         if (fault == kMoreBytes || (fault == kLastMoreBytes && last)) bytes = 144;
@@ -343,9 +343,9 @@ void bulk_stream(const SelftestArgs &a) {
         if (fault == kPlaceOff) half += 1;
         if (fault == kSourceOff) source += 1;
         if (fault == kLocalPlace) half = local;
-        if (lane < 2) bulk_copy_lane(half, source, fault == kOddLength ? 60 : 64, gate);
-        if (fault == kPlaceWritten && lane == 1) half[3] = 7;
-        if (fault == kSourceWritten && lane == 1) const_cast<int *>(source)[3]++;
+        for (int i = 0; i < 32; i += 16) bulk_copy(half + i, source + i, fault == kOddLength ? 60 : 64, gate);
+        if (fault == kPlaceWritten && lane == 1) half[19] = 7;
+        if (fault == kSourceWritten && lane == 1) const_cast<int *>(source)[19]++;
     };
     for (int i = 0; i < 2; i++) {
         if (fault != kNotOpened || i == 0) bulk_open(gates + i);
