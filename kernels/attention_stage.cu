@@ -206,8 +206,8 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
     const long long step = threads / 8 * stride;
     float acc = 0.0f, l = 0.0f;  // of the first warp's lanes
     float m = MINUS_INFINITY;    // of the chunks before these
+    start_next();  // ahead of the wait: see port.cuh
     wait_for_previous((const void *)((unsigned long long)end_at | (unsigned long long)copy_at));
-    start_next();
 #pragma unroll 1
     for (int c0 = 0; c0 < chunks; c0 += threads) {
         const int count = chunks - c0 < threads ? chunks - c0 : threads;
@@ -283,8 +283,8 @@ KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
     touch_exp_table();
     const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
     if (chunks == 1) {  // its units have stored the result themselves
-        wait_for_previous();
         start_next();
+        wait_for_previous();
         return;
     }
     merge_part(a, shared, blockIdx.y, blockIdx.x, chunks);

@@ -110,6 +110,10 @@ PROGRAMMATIC = frozenset(
     }
 )
 
+# Of these, the ones that let the next kernel begin before they wait. What may follow them reads nothing but
+# weights ahead of its own wait: not what the kernel two before it wrote, which may still run.
+STARTS_NEXT_FIRST = frozenset({"k_attn_merge"})
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -10,7 +10,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kestrel.launch import EXPERT_STAGES, GATE_UP_STAGES, HEAD_FORMS, MATMUL_ADD_FORMS, NORM_MATMUL_FORMS
+from kestrel.launch import (
+    EXPERT_STAGES,
+    GATE_UP_STAGES,
+    HEAD_FORMS,
+    MATMUL_ADD_FORMS,
+    NORM_MATMUL_FORMS,
+    STARTS_NEXT_FIRST,
+)
 
 # Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
 # adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
@@ -126,12 +133,14 @@ def instruction_findings(kernel: str, number: int, code: str, fma: Collection[st
         yield Finding(kernel, "float matrix instruction", number, text)
 
 
-def early_findings(ptx: str, programmatic: Collection[str]) -> list[Finding]:
+def early_findings(
+    ptx: str, programmatic: Collection[str], first: Collection[str] = STARTS_NEXT_FIRST
+) -> list[Finding]:
     """Kernels launched before the one ahead has ended: none may lack the wait, or reach past it.
 
     Ahead of ``griddepcontrol.wait`` a kernel may read weights, by loads that are marked read-only
     (``ld.global.nc``), and what the kernel two before it wrote, past L1 (``ld.global.cg``, ``cp.async.cg``);
-    it may write nothing, and not let the next kernel begin. Only for sm_90 and newer.
+    it may write nothing, and not let the next kernel begin, but for ``first``. Only for sm_90 and newer.
     """
     bodies = functions(ptx)
     waiting = {name for name, body in bodies.items() if any("griddepcontrol.wait" in c for _, c in body)}
@@ -144,7 +153,8 @@ def early_findings(ptx: str, programmatic: Collection[str]) -> list[Finding]:
             opcode = match.group(1) if match else ""
             if opcode.startswith("griddepcontrol.wait") or code.strip().rstrip(",") in waiting:
                 return findings
-            if opcode.startswith("griddepcontrol.launch_dependents"):
+            begins = opcode.startswith("griddepcontrol.launch_dependents")
+            if begins and name.removesuffix("_fast") not in first:
                 findings.append(Finding(name, "next kernel begun ahead of the wait", number, code.strip()))
             base, *modifiers = opcode.split(".")
             # Shared memory of another block of the cluster (shared::cluster) is of this launch, too.

@@ -145,6 +145,8 @@ def test_access_ahead_of_the_wait(first: str, rule: str | None) -> None:
     text = nvrtc.compile_source("early.cu", EARLY.format(first=first).encode(), {}, "sm_90").ptx
     assert {f.rule for f in early_findings(text, {"k_norm"})} == ({rule} if rule else set())
     assert early_findings(text, set()) == []
+    allowed = rule == "next kernel begun ahead of the wait"
+    assert (early_findings(text, {"k_norm"}, {"k_norm"}) == []) == (allowed or rule is None)
 
 
 def test_a_function_that_waits() -> None:

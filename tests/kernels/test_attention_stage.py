@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
-from kestrel.launch import CHUNK, Tuning, plan
+from kestrel.launch import CHUNK, PROGRAMMATIC, STARTS_NEXT_FIRST, Tuning, plan
+from kestrel.ops import WType
 from kestrel.simt import SimtBackend
 from tests.support.forward import make_model, run_rows
-from tests.support.models import tiny_config
+from tests.support.models import random_weights, tiny_config
 
 Cache = dict[str, npt.NDArray[Any]]
 BASE = 3  # cache slot of position 0
@@ -107,3 +109,17 @@ def test_more_chunks_than_a_merge_round_takes() -> None:
 def test_scores_that_are_not_finite(position: int, place: int, value: float) -> None:
     for blocks in (16, 8, 4, 2):  # one to eight heads a unit
         compare(position, spoil=(place, value), blocks=blocks, heads=8, kv_heads=1, head_dim=32)
+
+
+@pytest.mark.parametrize("wtype", list(WType))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("taps", ["off", "extended"])
+def test_what_follows_a_kernel_that_starts_the_next_one_first(family: str, wtype: WType, taps: Any) -> None:
+    """It may begin while the kernel two before it runs, so it must not read ahead what that one writes."""
+    config = tiny_config(family)
+    model = make_model(config, random_weights(config, wtype), backend=SimtBackend(), slots=8, max_rows=1)
+    names = [launch.kernel for launch in plan(model.step(1, 1, taps).ops).main]
+    following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
+    assert following
+    for name in following & PROGRAMMATIC:
+        assert name.startswith("k_matmul"), name  # of weights alone
