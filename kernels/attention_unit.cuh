@@ -173,29 +173,19 @@ DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
 // A lane holds N neighbouring pairs (e, e + hd/2) of a row, 2 or 4, so hd <= 64 * N: which are its elements.
 template <int N> DEVICE int lane_element() { return N * lane_id(); }
 
-DEVICE void get(const float *p, float (&x)[2]) {
-    const float2 v = *(const float2 *)p;
-    x[0] = v.x, x[1] = v.y;
-}
-DEVICE void get(const float *p, float (&x)[4]) {
-    const float4 v = *(const float4 *)p;
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-DEVICE void get_l2(const float *p, float (&x)[2]) {
-    const float2 v = load_l2((const float2 *)p);
-    x[0] = v.x, x[1] = v.y;
-}
-DEVICE void get_l2(const float *p, float (&x)[4]) {
-    const float4 v = load_l2((const float4 *)p);
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-DEVICE void get_weight(const float *p, float (&x)[2]) {
-    const float2 v = load_weight((const float2 *)p);
-    x[0] = v.x, x[1] = v.y;
-}
-DEVICE void get_weight(const float *p, float (&x)[4]) {
-    const float4 v = load_weight((const float4 *)p);
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+template <int N> struct Floats;
+template <> struct Floats<2> {
+    typedef float2 vector;
+};
+template <> struct Floats<4> {
+    typedef float4 vector;
+};
+DEVICE void unpack(float2 v, float *x) { x[0] = v.x, x[1] = v.y; }
+DEVICE void unpack(float4 v, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }
+template <int N> DEVICE void get(const float *p, float (&x)[N]) { unpack(*(const typename Floats<N>::vector *)p, x); }
+template <int N> DEVICE void get_l2(const float *p, float (&x)[N]) { unpack(load_l2((const typename Floats<N>::vector *)p), x); }
+template <int N> DEVICE void get_weight(const float *p, float (&x)[N]) {
+    unpack(load_weight((const typename Floats<N>::vector *)p), x);
 }
 DEVICE void put(float *p, const float (&x)[2]) { *(float2 *)p = make_float2(x[0], x[1]); }
 DEVICE void put(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]); }
@@ -264,21 +254,6 @@ template <int N> DEVICE RowValues<N> unit_row_load(const RowSource &source, int 
     return x;
 }
 
-// The sum of n squares in order, n a multiple of 64. A short loop, because its instructions are not there the first time.
-DEVICE float sum_of_squares(const float *squares, int n) {
-    float sum = 0.0f;
-    float4 even[4], odd[4];
-    load_sixteen(squares, even);
-#pragma unroll 1
-    for (int i = 0; i < n; i += 32) {
-        load_sixteen(squares + i + 16, odd);
-        sum = add_sixteen(even, sum);
-        load_sixteen(squares + (i + 32 < n ? i + 32 : 0), even);  // at the end for nothing
-        sum = add_sixteen(odd, sum);
-    }
-    return sum;
-}
-
 // Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
 // row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's part of the
 // raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
@@ -313,11 +288,9 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
                 put(squares + e + half, s1);
             }
             __syncwarp();
-            ss = sum_of_squares(squares, padded);  // every lane: the reads are broadcasts
+            ss = padded_sum(squares, padded);  // every lane: the reads are broadcasts
 #endif
-            float mean = quotient(ss, (float)hd, inverse_hd);  // as in norm_scale
-            if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)hd;
-            const float r = inverse_sqrt(mean + (is_q ? st.q_norm.eps : st.k_norm.eps));
+            const float r = inverse_sqrt(mean_of(ss, hd, inverse_hd) + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 x0[n] = (x0[n] * r) * rw.w0[n];

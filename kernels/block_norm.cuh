@@ -76,6 +76,14 @@ DEVICE float quotient(float a, float b, float inverse) {
     return fma_f32(fma_f32(-b, q, a), inverse, q);
 }
 
+// ss / d of a sum of squares, by the rounded 1 / d. Neither the rest nor the quotient underflows above 2^-60; an infinity has no
+// rest.
+DEVICE float mean_of(float ss, int d, float inverse) {
+    float mean = quotient(ss, (float)d, inverse);
+    if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)d;
+    return mean;
+}
+
 // Floats that a chain of block sums, and of the squares behind them, takes: zeros behind them change no bit of a sum of
 // what is not negative.
 DEVICE int norm_terms(int d) { return (d / 8 + d % 8 + 63) / 64 * 64; }
@@ -176,35 +184,13 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
         settle(at[c]);
     }
 #if KESTREL_FAST
-    wait_for_previous(at[0]);
-    start_next();
     float sum = 0.0f;
-#pragma unroll 1
-    for (int span = last; span >= 0; span -= row.span_size()) {
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            load_eight(at[c], vector, row.x[c]);
-            at[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum += row.eight(span, c) < blocks ? row.x[c][k] * row.x[c][k] : 0.0f;
-        }
-    }
-    for (int i = threadIdx.x; i < tail; i += blockDim.x)
-        sum += load_l2(x + 8 * blocks + i) * load_l2(x + 8 * blocks + i);
-    sum = warp_sum_f32(sum);
-    if (lane_id() == 0) terms[warp_id()] = sum;
-    __syncthreads();
-    float ss = 0.0f;
-    for (int i = 0; i < warp_count(); i++) ss += terms[i];
-    return inverse_sqrt(ss / (float)d + eps);
 #else
     const int padded = norm_terms(d);
     if (threadIdx.x == 0) terms[padded] = 1.0f / (float)d;
 #pragma unroll 1
     for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
+#endif
     wait_for_previous(at[0]);
     start_next();
 #pragma unroll 1
@@ -219,22 +205,32 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
             float square[8];
 #pragma unroll
             for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
+#if KESTREL_FAST
+            if (row.eight(span, c) < blocks) sum += hsum8(square);
+#else
             if (row.eight(span, c) < blocks) terms[row.eight(span, c)] = hsum8(square);
+#endif
         }
     }
     for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
         const float v = load_l2(x + 8 * blocks + i);
+#if KESTREL_FAST
+        sum += v * v;
+#else
         terms[blocks + i] = v * v;
+#endif
     }
+#if KESTREL_FAST
+    sum = warp_sum_f32(sum);
+    if (lane_id() == 0) terms[warp_id()] = sum;
+    __syncthreads();
+    float ss = 0.0f;
+    for (int i = 0; i < warp_count(); i++) ss += terms[i];
+    return inverse_sqrt(ss / (float)d + eps);
+#else
     __syncthreads();
     float r = 0.0f;
-    if (lane_id() == 0) {
-        const float inverse = terms[padded], ss = padded_sum(terms, padded);
-        // Neither the rest nor the quotient underflows above 2^-60; an infinity has no rest.
-        float mean = quotient(ss, (float)d, inverse);
-        if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)d;
-        r = inverse_sqrt(mean + eps);
-    }
+    if (lane_id() == 0) r = inverse_sqrt(mean_of(padded_sum(terms, padded), d, terms[padded]) + eps);
     return __shfl_sync(FULL_WARP, r, 0);
 #endif
 }
@@ -322,46 +318,6 @@ DEVICE unsigned a8_group(const float *v, float *d, int *gsum) {
     *d = s.d;
     *gsum = group_sum_s32(__dp4a((int)packed, 0x01010101, 0), 8);
     return packed;
-}
-
-// a8 of `groups` groups of x, f32[32 * groups] in shared memory, by the whole block into q, d, gsum (shared or
-// global). No barrier at the end.
-DEVICE void block_a8(const float *x, int groups, signed char *q, float *d, int *gsum) {
-    const int part = lane_id() % 8;
-    // Whole warps go round together, so that the shuffles see all lanes.
-    for (int first = warp_id() * 4; first < groups; first += warp_count() * 4) {
-        const int g = first + lane_id() / 8;
-        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (g < groups) {
-            const float4 x4 = *(const float4 *)(x + 32 * g + 4 * part);
-            v[0] = x4.x, v[1] = x4.y, v[2] = x4.z, v[3] = x4.w;
-        }
-        float scale;
-        int sum;
-        const unsigned packed = a8_group(v, &scale, &sum);
-        if (g < groups) {
-            ((unsigned *)q)[8 * g + part] = packed;
-            if (part == 0) {
-                d[g] = scale;
-                gsum[g] = sum;
-            }
-        }
-    }
-}
-
-// a8 of one group of x, f32[32] in shared memory, as group `g` of the op's output, by one whole warp.
-DEVICE void warp_a8_one(const float *x, const QuantizeA8Args &a8, long long g) {
-    const int part = lane_id() % 8;  // the warp's four slots do the same work
-    const float4 x4 = *(const float4 *)(x + 4 * part);
-    const float v[4] = {x4.x, x4.y, x4.z, x4.w};
-    float d;
-    int sum;
-    const unsigned packed = a8_group(v, &d, &sum);
-    if (lane_id() < 8) ((unsigned *)a8.q)[8 * g + part] = packed;
-    if (lane_id() == 0) {
-        a8.d[g] = d;
-        a8.gsum[g] = sum;
-    }
 }
 
 // Which part of a row's norm and a8 a block also writes to global memory: eights [first, end) of the row.

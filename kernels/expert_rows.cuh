@@ -1,6 +1,5 @@
-// q4local rows of the FFN. Down: by way of shared memory, asynchronous copies keep many rows in flight long before the row
-// that they are multiplied with is there. Gate and up: all of a warp's rows in flight at once, in registers. The
-// arithmetic is that of contract section 3.
+// What the FFN's stages share: the dot of a q4local group (contract section 3), its input row in shared memory, and h and its
+// a8 (section 9).
 #pragma once
 
 #include "block_norm.cuh"
@@ -18,44 +17,6 @@ DEVICE float q4_dot(uint4 c, uint4 lo, uint4 hi, int bias) {
     first = dot_u8_s8(c.z & low, lo.z, first), second = dot_u8_s8(c.z & high, hi.z, second);
     first = dot_u8_s8(c.w & low, lo.w, first), second = dot_u8_s8(c.w & high, hi.w, second);
     return fma_f32(f32_from_bits((unsigned)(16 * first + second)), 0.0625f, -786432.0f);
-}
-
-// Groups of an a8 row in a thread's registers.
-template <int U> struct InputGroups {
-    uint4 lo[U], hi[U];
-    float d[U];
-    int bias[U];
-
-    // Groups first, first + 8, ... of the row of `groups` that begins at group `row` of `in`; written by another kernel. Past
-    // the row it is the last group again, whose products nobody adds: what no branch surrounds, the compiler interleaves.
-    DEVICE_MEMBER void load(const A8Row &in, int row, int first, int groups) {
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            const unsigned g = (unsigned)(row + (first + 8 * u < groups ? first + 8 * u : groups - 1));
-            const uint4 *const q = (const uint4 *)in.q + 2 * g;
-            lo[u] = load_l2(q);
-            hi[u] = load_l2(q + 1);
-            d[u] = load_l2(in.d + g);
-            bias[u] = q4_bias(load_l2(in.gsum + g));
-        }
-    }
-
-    DEVICE_MEMBER float dot(int u, uint4 c) const { return q4_dot(c, lo[u], hi[u], bias[u]); }
-};
-
-// Copies `chunks` times 16 bytes and `scales` f16 numbers from global to (aligned) shared memory by `lanes` lanes, this one
-// being the lane-th. They are there for this lane after the wait for its copies, for others after a barrier behind that.
-DEVICE void copy_rows(unsigned char *to, const unsigned char *codes, int chunks, unsigned char *scale_to,
-                      const unsigned short *scale, int scales, int lane, int lanes) {
-#pragma unroll 4
-    for (int i = lane; i < chunks; i += lanes) copy_async_16(to + 16 * i, codes + 16 * i);
-    if ((((unsigned long long)scale | (unsigned long long)scale_to) & 15) == 0 && scales % 8 == 0) {
-#pragma unroll 1
-        for (int i = lane; i < scales / 8; i += lanes) copy_async_16(scale_to + 16 * i, scale + 8 * i);
-    } else {
-#pragma unroll 1
-        for (int i = lane; i < scales; i += lanes) ((unsigned short *)scale_to)[i] = load_streaming_u16(scale + i);
-    }
 }
 
 // An a8 row of whole steps (a step is eight groups) in shared memory. The two halves of the groups lie apart, so that

@@ -120,7 +120,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         __syncthreads();
         if (warp == warps) {
             if (u + slots < mine) ask(u + slots, slot);
-            const float gate = to[lane], value = (gate / (1.0f + exp_form(-gate))) * to[32 + lane];
+            const float value = swiglu_element(to[lane], to[32 + lane]);
             const int g = block + u * blocks;
             a.swiglu.h[32 * g + lane] = value;
             warp_a8_element(value, a.a8, g);
@@ -245,15 +245,6 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-// Words of another kernel's output to shared memory by the whole block, 16 bytes at a time where there are 16.
-DEVICE void copy_words(void *shared, const void *global, int words) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < words / 4; i += blockDim.x) copy_async_16((uint4 *)shared + i, (const uint4 *)global + i);
-#pragma unroll 1
-    for (int i = words / 4 * 4 + (int)threadIdx.x; i < words; i += blockDim.x)
-        ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);
-}
-
 // A block takes `a.rows` neighbouring rows of every chosen expert, which one warp asks for. Then each row is combined in
 // rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
@@ -279,9 +270,9 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     }
     wait_for_previous();
     start_next();
-    copy_words(sh.q, a.mm.xq, 8 * T * groups);
-    copy_words(sh.d, a.mm.xd, T * groups);
-    copy_words(sh.gsum, a.mm.gsum, T * groups);
+    block_copy(sh.q, a.mm.xq, 8 * T * groups);
+    block_copy(sh.d, a.mm.xd, T * groups);
+    block_copy(sh.gsum, a.mm.gsum, T * groups);
 #pragma unroll 1
     for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
     float x = 0.0f;

@@ -1,7 +1,8 @@
-// Stages of the FFN of a decode step (M = 1), dense or of experts; stages.cu says what a stage is. Three launches make
-// the FFN of experts, each from what the one or the two before it wrote: norm and router logits; the choice, gate, up and
-// SwiGLU; down, combination and residual. Each body takes its block and the number of blocks, and no result depends on
-// either. Each kernel exists in both forms: k_x and k_x_fast.
+// Stages of the FFN of a decode step (M = 1); stages.cu says what a stage is. Three launches make the FFN of experts, each from
+// what the one or the two before it wrote: norm and router logits; the choice, gate, up and SwiGLU; down, combination and
+// residual. The first is here, and the forms of the others for any weights; for q4local they are in moe_experts.cu. Of a
+// dense FFN the form of gate and up for any weights is here, q4local's in gate_up_stage.cu. Each kernel exists in both forms:
+// k_x and k_x_fast.
 #include "expert_rows.cuh"
 #include "router.cuh"
 
@@ -171,25 +172,18 @@ KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
 // ---- gate, up, SwiGLU, a8 ----
 
 // A unit is one group of 32 elements of h of one chosen expert, and its a8: 32 gate and 32 up rows, which a block's warps
-// share. EXPERTS: every block chooses for itself from the logits, and the last unit, of rank T, stores the choice and its
-// weights (at best a block does nothing else); otherwise the matrices are one FFN's, and their rows are asked for ahead of
-// the wait.
+// share. experts: every block chooses for itself from the logits, and the last unit, of rank T, stores the choice and its
+// weights (at best a block does nothing else); otherwise the matrices are one FFN's.
 struct GateUpUnits {
-    int per_expert, units, count;  // count: ranks that the block's units need
-    int unit, rank, part;          // the block's current unit: part `part` of the expert of rank `rank`
+    int per_expert, units;
+    int unit, rank, part;  // the block's current unit: part `part` of the expert of rank `rank`
 
-    DEVICE_MEMBER GateUpUnits(const GateUpArgs &a, bool experts, int block, int blocks) {
+    DEVICE_MEMBER GateUpUnits(const GateUpArgs &a, bool experts, int block) {
         per_expert = a.swiglu.F / 32;
         units = experts ? a.mm.T * per_expert + 1 : per_expert;
         unit = block;
         rank = experts ? (int)((unsigned)block / (unsigned)per_expert) : 0;
         part = block - rank * per_expert;
-        count = rank + 1;
-        if (units > blocks) {  // then every block has a unit
-            const unsigned last = (unsigned)(units - 1 - (int)((unsigned)(units - 1 - block) % (unsigned)blocks));
-            count = (int)(last / (unsigned)per_expert) + 1;
-        }
-        if (experts && count > a.mm.T) count = a.mm.T;
     }
 
     DEVICE_MEMBER bool more() const { return unit < units; }
@@ -202,17 +196,10 @@ struct GateUpUnits {
     }
 };
 
-// The weights of the ids in `choice`, which may still be on their way there, and both to global memory.
-DEVICE void store_choice(const RouterTopkArgs &topk, const ChoiceShared &choice) {
-    __syncthreads();
-    block_choice_weights(topk, 0, choice);
-    block_store_choice(topk, 0, choice);
-}
-
 // Any format and length.
 template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
     const int lane = lane_id(), E = EXPERTS ? a.topk.E : 0, T = EXPERTS ? a.topk.T : 0;
-    GateUpUnits own(a, EXPERTS, block, blocks);
+    GateUpUnits own(a, EXPERTS, block);
     const int first = 32 * warp_id() / warp_count(), pairs = 32 * (warp_id() + 1) / warp_count() - first;
     float *const h = (float *)shared;  // f32[2, 32]: units in turn
     const ChoiceShared choice = choice_shared((unsigned char *)(h + 64), E, T);
@@ -224,7 +211,8 @@ template <bool EXPERTS> DEVICE void gate_up_any(const GateUpArgs &a, int block, 
     int turn = 0;
     for (; own.more(); own.advance(blocks), turn ^= 1) {
         if (EXPERTS && own.stores()) {
-            store_choice(a.topk, choice);
+            block_choice_weights(a.topk, 0, choice);
+            block_store_choice(a.topk, 0, choice);
             break;
         }
         const long long expert = EXPERTS ? choice.ids[own.rank] : 0;

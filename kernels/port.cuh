@@ -76,17 +76,6 @@ DEVICE void copy_async_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// This thread's copies since the last call become a group; copy_wait(n) waits for all groups but the last n, or a few
-// less than n, which is at least 0.
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copy_wait(int pending) {
-    if (pending >= 7)
-        asm volatile("cp.async.wait_group 7;" ::: "memory");
-    else if (pending >= 3)
-        asm volatile("cp.async.wait_group 3;" ::: "memory");
-    else
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-}
 // Bulk copies of a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no registers,
 // and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory, opened once;
 // bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned to 16), and
@@ -253,8 +242,6 @@ DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(
 // As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }
-DEVICE void copy_commit() { simt::copy_commit(); }
-DEVICE void copy_wait(int pending) { simt::copy_wait(pending); }
 DEVICE void prefetch_l2(const void *) {}
 DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}

@@ -87,15 +87,6 @@ struct AddRows {
     }
 };
 
-// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. Visible
-// after copy_wait_all and a barrier.
-DEVICE void block_copy(void *shared, const void *global, int words) {
-    for (int i = threadIdx.x; i < words / 4; i += blockDim.x)
-        copy_async_16((uint4 *)shared + i, (const uint4 *)global + i);
-    for (int i = words / 4 * 4 + threadIdx.x; i < words; i += blockDim.x)
-        ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);
-}
-
 // Warps take rows in turn. Dynamic shared, where the input fits (a.staged): i8[K] q, f32[G] d and i32[G] gsum, each
 // rounded up to 16 bytes, or f32[K] x before them if there is a bf16 matrix.
 template <int U, int R>

@@ -56,6 +56,17 @@ DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
         for (long long at = first; at < ranges.bytes[i]; at += step) prefetch_l2((const char *)ranges.start[i] + at);
 }
 
+// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. Visible
+// after copy_wait_all and a barrier.
+DEVICE void block_copy(void *shared, const void *global, int words) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < words / 4; i += blockDim.x)
+        copy_async_16((uint4 *)shared + i, (const uint4 *)global + i);
+#pragma unroll 1
+    for (int i = words / 4 * 4 + threadIdx.x; i < words; i += blockDim.x)
+        ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);
+}
+
 // Up to R neighbouring rows of one matrix, piece by piece: a piece is what a warp has in flight, R * U loads of 16 bytes
 // a thread. load() asks for a piece; use() adds it to the running sums and asks for the next one as soon as its
 // registers are free; sums() ends the rows. Or begin(), which may stand far ahead, then finish(). A q4local piece is U
@@ -78,7 +89,6 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
 
     DEVICE_MEMBER static int format(const Weight &w) { return FORMAT == ANY_FORMAT ? w.wtype : FORMAT; }
     DEVICE_MEMBER static int row() { return lane_id(); }  // whose sum this lane gets
-    DEVICE_MEMBER void take() {}
 
     DEVICE_MEMBER static int pieces(const Weight &w) {
         if (format(w) == KESTREL_BF16) return (w.k + 64 * BLOCKS - 1) / (64 * BLOCKS);
@@ -346,9 +356,7 @@ template <class Rows> struct WarpUnits {
 
     DEVICE_MEMBER bool any() const { return unit < units; }
 
-    // Behind rows.take(), if there is a unit.
-    template <class Row, class Out>
-    DEVICE_MEMBER void finish(const MatmulArgs &mm, const Row &in, const float *x, Out &out) {
+    template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const A8Row &in, const float *x, Out &out) {
         float acc[Rows::ROWS];
 #pragma unroll
         for (int r = 0; r < Rows::ROWS; r++) acc[r] = 0.0f;
@@ -366,14 +374,12 @@ template <class Rows> struct WarpUnits {
                     }
                 }
                 if (any()) rows.load(at.w, at.n, at.rows, piece);
-                return !last;
             });
             if (last) {
                 const float mine = rows.sums(now.w, acc);
                 out.close(now, Rows::row(), mine);
                 if (any()) out.open(at, Rows::row());
             }
-            if (any()) rows.take();
         }
     }
 };

@@ -46,7 +46,6 @@ struct PendingCopy {
     void *to;
     const void *from;
     size_t bytes;
-    unsigned group;  // how many groups this thread had closed before
 };
 
 struct Fiber {
@@ -64,7 +63,6 @@ struct Fiber {
     jmp_buf context;
     char *stack = nullptr;
     std::vector<PendingCopy> copies;
-    unsigned copy_groups = 0;  // closed by copy_commit
     unsigned gate, turn;       // at_gate
 };
 
@@ -640,22 +638,7 @@ void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b) {
 void copy_async(void *to, const void *from, size_t bytes) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes)
         fail("an asynchronous copy of " + std::to_string(bytes) + " bytes is not aligned to its size");
-    current->copies.push_back({to, from, bytes, current->copy_groups});
-}
-
-void copy_commit() { current->copy_groups++; }
-
-// Makes the copies of all but the last `pending` closed groups; those of no group yet stay open, too.
-void copy_wait(int pending) {
-    if (pending < 0) fail("copy_wait takes 0 groups or more, not " + std::to_string(pending));
-    std::vector<PendingCopy> left;
-    for (const PendingCopy &c : current->copies) {
-        if ((long long)c.group < (long long)current->copy_groups - pending)
-            std::memcpy(c.to, c.from, c.bytes);
-        else
-            left.push_back(c);
-    }
-    current->copies = left;
+    current->copies.push_back({to, from, bytes});
 }
 
 void copy_wait_all() {
@@ -806,7 +789,6 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
             f->started = false;
             f->copies.clear();
-            f->copy_groups = 0;
         }
         throw;
     }

@@ -93,8 +93,6 @@ struct MmaOperands {
 void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b);
 
 void copy_async(void *to, const void *from, size_t bytes);
-void copy_commit();
-void copy_wait(int pending);
 void copy_wait_all();
 
 // Bulk copies and their gates: see kernels/port.cuh. The running thread opens, expects and asks, whichever lane it is; any
