@@ -23,20 +23,21 @@ from bench.gpu.context import markdown_table
 from kestrel.cuda.sources import KernelSources, kernel_sources
 
 LAUNCHES, BLOCKS = 256, 300  # of the notes: launches by number, blocks noted of each
-WORDS = 6  # of a block's notes: ready, waited, ended, number of the launch, kernel, blocks
+WORDS = 4  # of a block's notes: ready, waited, ended, kernel
+MOST_LAYERS = (LAUNCHES - 2) // 7  # embedding, seven launches a layer, head: more would share their notes
 
 _NOTES = f"""
 extern "C" {{ __device__ unsigned long long timeline_notes[{LAUNCHES * BLOCKS * WORDS}]; }}
 DEVICE void timeline_note(int what, unsigned long long kernel) {{
-    if (threadIdx.x != 0 || threadIdx.y != 0 || blockIdx.x >= {BLOCKS} || blockIdx.y != 0) return;
+    const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
+    if (threadIdx.x != 0 || threadIdx.y != 0 || blockIdx.z != 0 || block >= {BLOCKS}) return;
     unsigned long long now, launch;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     asm volatile("mov.u64 %0, %%gridid;" : "=l"(launch));
     unsigned long long *const at =
-        timeline_notes + ((launch % {LAUNCHES}) * {BLOCKS} + blockIdx.x) * {WORDS};
+        timeline_notes + ((launch % {LAUNCHES}) * {BLOCKS} + block) * {WORDS};
     at[what] = now;
-    if (what == 0) at[3] = launch, at[5] = gridDim.x;
-    if (what == 2) at[4] = kernel;
+    if (what == 2) at[3] = kernel;
 }}
 """
 _RULE = "// Programmatic dependent launch: "  # in port.cuh, ahead of what is changed
@@ -104,7 +105,7 @@ def launches_of(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) ->
         for launch in module:
             blocks = launch[(launch[:, 1] > 0) & (launch[:, 2] > 0)]
             if len(blocks):
-                found.append(Noted(names[int(blocks[0, 4])], blocks[:, 0], blocks[:, 1], blocks[:, 2]))
+                found.append(Noted(names[int(blocks[0, 3])], blocks[:, 0], blocks[:, 1], blocks[:, 2]))
     return sorted(found, key=lambda noted: int(noted.waited.min()))
 
 
@@ -176,16 +177,18 @@ def record(depth: int, layers: int, mode: Any) -> list[Noted]:
     return launches_of(found, names)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
         "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
     )
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {LAUNCHES // 7 - 1}")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
     parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
+    if not 1 <= given.layers <= MOST_LAYERS:
+        parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
     launches = record(given.depth, given.layers, given.mode)
     whole = max(noted.ended.max() for noted in launches) - launches[0].waited.min()
     print(f"{len(launches)} launches, {whole / 1e3:.1f} us with notes; nanoseconds:\n")

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from bench.gpu.timeline import BLOCKS, LAUNCHES, WORDS, instrumented, launches_of, layer, summary
+from bench.gpu.timeline import BLOCKS, LAUNCHES, WORDS, instrumented, launches_of, layer, main, summary
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.sources import KernelSources, kernel_sources
 
@@ -41,7 +41,7 @@ def test_the_changed_kernels_compile() -> None:
 def noted(kernel: int, blocks: list[tuple[int, int, int]]) -> np.ndarray:
     notes = np.zeros((BLOCKS, WORDS), np.int64)
     for row, (ready, waited, ended) in zip(notes, blocks, strict=False):
-        row[:] = ready, waited, ended, 7, kernel, len(blocks)
+        row[:] = ready, waited, ended, kernel
     return notes
 
 
@@ -61,3 +61,9 @@ def test_times_of_launches() -> None:
         ["k_a", "2", "-80", "0", "40", "45", "50"],
         ["k_b", "2", "20", "60", "130", "145", "160"],
     ]
+
+
+def test_more_layers_than_have_notes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--layers", "48"])
+    assert "--layers must be 1 to 36, not 48" in capsys.readouterr().err
