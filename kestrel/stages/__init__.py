@@ -1,7 +1,7 @@
 """Ops of one row joined into stages: fewer launches, the same bits.
 
-The planner looks for the op sequences that ``kernels/stages.cu``, ``kernels/moe_stages.cu`` and
-``k_attn_stage`` implement and leaves every other op as it is. Taps do not change what is joined: a stage
+The planner looks for the op sequences that the stage kernels implement (``docs/architecture.md`` lists their
+files) and leaves every other op as it is. Taps do not change what is joined: a stage
 leaves the bits of its ops wherever a tap reads them, and a hash runs behind the step, or, where something
 overwrites its source, any time before that.
 """
