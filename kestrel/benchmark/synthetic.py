@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from kestrel.config import ModelConfig
 from kestrel.errors import KestrelError
-from kestrel.kvcache import LayerKV
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor, TensorSpec, Weights, stored_wtype, tensor_specs
 
@@ -248,11 +247,6 @@ def kv_recipes(config: ModelConfig, layer: int, seed: int = 0) -> Iterator[tuple
         yield name, config.kv_size, Recipe.named(seed, f"kv.{layer}.{name}", _INT8)
     for name in ("ks", "vs"):
         yield name, config.num_kv_heads, Recipe.named(seed, f"kv.{layer}.{name}", scales)
-
-
-def kv_arrays(layer: LayerKV) -> Iterator[tuple[str, Any]]:
-    for name in ("kq", "ks", "vq", "vs"):
-        yield name, getattr(layer, name)
 
 
 def tokens(config: ModelConfig, count: int, seed: int = 0, name: str = "prompt") -> npt.NDArray[np.int32]:

@@ -274,7 +274,7 @@ def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     launch = _head_stream(args, t)
     if launch is None:
-        form = form_of(mm, HEAD_FORMS, 1, weights if (weights := weights_of(mm)) != "q4" else "any")
+        form = form_of(mm, HEAD_FORMS, 1, weights_of(mm))
         grid = (min(units(mm, loads_and_rows(form)[1]), t.sms * t.head_blocks, HEAD_BLOCKS), 1, 1)
         launch = Launch(f"k_head_{form}", grid, (32 * t.stage_warps, 1, 1), norm_shared_bytes(norm.d), args)
     return Stage(ops[:count], [launch], written(ops[:count]))
