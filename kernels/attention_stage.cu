@@ -97,7 +97,6 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                 settle(source.has);
                 if (!waited) {
                     unit_angles(st.rope, pos, sh.angle);
-                    prefetch_ranges(st.next);
                     __syncthreads();
                     if (maker) {
                         wait_for_previous();

@@ -35,18 +35,17 @@ struct StagedRow {
         gsum = (int *)(d + groups);
     }
 
-    // The whole block asks for the row, or its first `threads` threads; it is there after copy_wait_all and a barrier.
-    DEVICE_MEMBER void ask(const A8Row &in, int groups) const { ask(in, groups, blockDim.x); }
-    DEVICE_MEMBER void ask(const A8Row &in, int groups, int threads) const {
+    // By the first `threads` threads; there behind a barrier.
+    DEVICE_MEMBER void copy(const A8Row &in, int groups, int threads) const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < 2 * groups + groups / 2; i += threads) {
             const int j = 4 * (i - 2 * groups);
             if (j < 0)
-                copy_async_16((i & 1 ? hi : lo) + i / 2, in.q + 16 * i);
+                copy_16((i & 1 ? hi : lo) + i / 2, in.q + 16 * i);
             else if (j < groups)
-                copy_async_16(d + j, in.d + j);
+                copy_16(d + j, in.d + j);
             else
-                copy_async_16(gsum + j - groups, in.gsum + j - groups);
+                copy_16(gsum + j - groups, in.gsum + j - groups);
         }
     }
 };

@@ -10,8 +10,8 @@
 
 // A unit is one group of 32 elements of h of one chosen expert: 32 rows of gate and 32 of up. They travel in four parts of
 // eight rows of each, with a gate to a part, and are computed in eight quads of four rows of each. Blocks take units in
-// turn and have `slots` of them in flight; in a block warp w takes quads w, w + warps, ..., and one more warp asks for the
-// rows and makes h of a unit while the others go on. warps: a power of two, at most 8.
+// turn and have `slots` of them in flight; in a block warp w takes quads w, w + warps, ..., and one more warp makes h of a
+// unit, and asks for later ones, while the others go on. warps: a power of two, at most 8.
 #define UNIT_QUADS 8
 #define UNIT_PARTS 4
 
@@ -54,48 +54,44 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     unsigned char *const ring = (unsigned char *)(gates + slots * UNIT_PARTS) + choice_shared_bytes(a.topk.E, a.topk.T);
     const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert;
     const int mine = block < units ? (units - 1 - block) / blocks + 1 : 0;  // units of this block
-    const bool asks = warp == warps, by_warp = warp_can_choose(a.topk.E, a.topk.T);
-    if (asks) {
+    const bool chooses = warp == warps, by_warp = warp_can_choose(a.topk.E, a.topk.T);
+    if (chooses) {
         for (int i = 0; i < slots * UNIT_PARTS; i++) bulk_open(gates + i);
     }
     touch_exp_table();
     wait_for_previous();
-    int ids = 0;  // by_warp, in the warp that asks: lane t has the expert of rank t
-    if (by_warp && asks) {
-        ids = warp_choose(a.topk.logits, a.topk.E, a.topk.T);
-        if (lane < a.topk.T) choice.ids[lane] = ids;
+    if (by_warp && chooses) {
+        const int id = warp_choose(a.topk.logits, a.topk.E, a.topk.T);
+        if (lane < a.topk.T) choice.ids[lane] = id;
     } else {
-        in.ask({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, by_warp ? 32 * warps : blockDim.x);
+        in.copy({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, by_warp ? 32 * warps : blockDim.x);
     }
     if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-    // Asks for unit u of the block.
-    auto ask = [&](int u, int slot) {
+    // Asks for a part of unit u of the block.
+    auto ask = [&](int u, int slot, int part) {
         const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert);
-        const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, rank) : choice.ids[rank];
-        long long g = ((long long)expert * a.swiglu.F + 32 * (unit - rank * per_expert)) * shape.groups;
-        unsigned char *to = ring + slot * UNIT_PARTS * shape.bytes();
-        unsigned long long *gate = gates + slot * UNIT_PARTS;
-#pragma unroll 1
-        for (int part = 0; part < UNIT_PARTS; part++, gate++) {
-            bulk_expect(gate, shape.bytes());
+        const int row = 32 * (unit - rank * per_expert) + 8 * part;
+        const long long g = ((long long)choice.ids[rank] * a.swiglu.F + row) * shape.groups;
+        unsigned char *to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
+        unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
+        bulk_expect(gate, shape.bytes());
 #pragma unroll
-            for (int i = 0; i < 2; i++, to += 128 * shape.groups)
-                bulk_copy(to, (const unsigned char *)a.mm.w[i].codes + 16 * g, 128 * shape.groups, gate);
+        for (int i = 0; i < 2; i++, to += 128 * shape.groups)
+            bulk_copy(to, (const unsigned char *)a.mm.w[i].codes + 16 * g, 128 * shape.groups, gate);
 #pragma unroll
-            for (int i = 0; i < 2; i++, to += 16 * shape.groups) bulk_copy(to, a.mm.w[i].scale + g, 16 * shape.groups, gate);
-            g += 8 * shape.groups;
-        }
+        for (int i = 0; i < 2; i++, to += 16 * shape.groups) bulk_copy(to, a.mm.w[i].scale + g, 16 * shape.groups, gate);
     };
-    if (asks) {
-#pragma unroll 1
-        for (int u = 0; u < slots && u < mine; u++) {
-            ask(u, u);
-            start_next();  // not earlier: the next launch's weights are not wanted before these
-        }
-        if (mine == 0) start_next();
-    }
-    copy_wait_all();
     __syncthreads();
+    // The first units: a warp to a part, because a warp takes its time to ask.
+#pragma unroll 1
+    for (int part = warp; part < UNIT_PARTS * slots; part += warps + 1) {
+        if (part / UNIT_PARTS < mine) ask(part / UNIT_PARTS, part / UNIT_PARTS, part % UNIT_PARTS);
+    }
+    start_next();  // not earlier: the next launch's weights are not wanted before these
+    if (!BULK_GATES) {
+        copy_wait_all();
+        __syncthreads();
+    }
     if (block == units % blocks) {  // a block with as few units as any
         block_choice_weights(a.topk, 0, choice);
         block_store_choice(a.topk, 0, choice);
@@ -119,7 +115,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         }
         __syncthreads();
         if (warp == warps) {
-            if (u + slots < mine) ask(u + slots, slot);
+            for (int part = 0; part < UNIT_PARTS && u + slots < mine; part++) ask(u + slots, slot, part);
             const float value = swiglu_element(to[lane], to[32 + lane]);
             const int g = block + u * blocks;
             a.swiglu.h[32 * g + lane] = value;
@@ -245,8 +241,46 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-// A block takes `a.rows` neighbouring rows of every chosen expert, which one warp asks for. Then each row is combined in
-// rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
+// The experts' inputs on their way from global to shared memory: a thread has two units of 16 bytes of all three arrays in
+// flight at a time.
+struct DownInput {
+    const MoeMatmulArgs &mm;
+    const DownShared &sh;
+    int all, codes, words;  // groups; units of the codes, and of the scales, as of the sums
+
+    DEVICE_MEMBER DownInput(const MoeDownArgs &a, const DownShared &shared) : mm{a.mm}, sh{shared} {
+        all = a.mm.T * (a.mm.w[0].k / 32);
+        codes = 2 * all;
+        words = all / 4;
+    }
+    DEVICE_MEMBER const uint4 *from(int i) const {
+        return i < codes           ? (const uint4 *)mm.xq + i
+               : i < codes + words ? (const uint4 *)mm.xd + (i - codes)
+                                   : (const uint4 *)mm.gsum + (i - codes - words);
+    }
+    DEVICE_MEMBER uint4 *to(int i) const {
+        return i < codes           ? sh.q + i
+               : i < codes + words ? (uint4 *)sh.d + (i - codes)
+                                   : (uint4 *)sh.gsum + (i - codes - words);
+    }
+    DEVICE_MEMBER void copy() const {
+        const int units = codes + 2 * words;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < units; i += 2 * blockDim.x) {
+            const int j = i + (int)blockDim.x < units ? i + (int)blockDim.x : i;
+            const uint4 one = load_l2(from(i)), two = load_l2(from(j));
+            *to(i) = one;
+            *to(j) = two;
+        }
+        for (int g = 4 * words + threadIdx.x; g < all; g += blockDim.x) {
+            sh.d[g] = load_l2(mm.xd + g);
+            sh.gsum[g] = load_l2(mm.gsum + g);
+        }
+    }
+};
+
+// A block takes `a.rows` neighbouring rows of every chosen expert. Then each row is combined in rank order and added to x.
+// Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
     const int T = a.mm.T, rows = a.rows, groups = w.k / 32, n = block * rows, lane = lane_id();
@@ -255,29 +289,35 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(T, rows);
     const bool by_warp = warp_can_choose(a.topk.E, T);
-    if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
-    if (warp_id() == 0) {
-        for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
-        const int ids = by_warp ? warp_choose(a.topk.logits, a.topk.E, T) : 0;
-#pragma unroll 1
-        for (int t = 0; t < T && count > 0; t++) {
-            const int expert = by_warp ? __shfl_sync(FULL_WARP, ids, t) : choice.ids[t], to = t * rows * groups;
-            const long long from = ((long long)expert * w.n + n) * groups;
-            bulk_expect(sh.gates + t, 18 * count * groups);
-            bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * count * groups, sh.gates + t);
-            bulk_copy(sh.scale + to, w.scale + from, 2 * count * groups, sh.gates + t);
-        }
+    if (by_warp && warp_id() == 0) {
+        const int id = warp_choose(a.topk.logits, a.topk.E, T);
+        if (lane < T) choice.ids[lane] = id;
+    } else if (!by_warp) {
+        block_choose(a.topk.logits, a.topk.E, T, choice);
     }
-    wait_for_previous();
+    if (warp_id() == warp_count() - 1) {
+        for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
+    }
+    __syncthreads();
+    // A warp to an expert, because a warp takes its time to ask.
+#pragma unroll 1
+    for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < T && count > 0; t += warp_count()) {
+        const int to = t * rows * groups;
+        const long long from = ((long long)choice.ids[t] * w.n + n) * groups;
+        bulk_expect(sh.gates + t, 18 * count * groups);
+        bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * count * groups, sh.gates + t);
+        bulk_copy(sh.scale + to, w.scale + from, 2 * count * groups, sh.gates + t);
+    }
+    const DownInput input(a, sh);
+    const float *x_at = a.add.x + ((int)threadIdx.x < count ? n + (int)threadIdx.x : 0);
+    settle(x_at);  // ahead of the wait
+    wait_for_previous(x_at);
     start_next();
-    block_copy(sh.q, a.mm.xq, 8 * T * groups);
-    block_copy(sh.d, a.mm.xd, T * groups);
-    block_copy(sh.gsum, a.mm.gsum, T * groups);
+    const float x = load_l2(x_at);
+    input.copy();
 #pragma unroll 1
     for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
-    float x = 0.0f;
-    if ((int)threadIdx.x < count) x = load_l2(a.add.x + n + threadIdx.x);
-    copy_wait_all();
+    if (!BULK_GATES) copy_wait_all();
     __syncthreads();
     if (count <= 0) return;  // a block too many
 #pragma unroll 1

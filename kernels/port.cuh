@@ -15,12 +15,18 @@
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
 
-// 16 bytes of weights: read once per pass, so they need not displace the activations in L1.
+// How L2 treats what is read once per pass: it leaves first, and activations and the KV cache stay.
+DEVICE unsigned long long leaves_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// 16 bytes of weights, which need not displace the activations in L1 either.
 DEVICE uint4 load_streaming(const void *p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
+                 : "l"(p), "l"(leaves_first()));
     return v;
 }
 // Read-only for the whole kernel.
@@ -76,8 +82,8 @@ DEVICE void copy_async_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Bulk copies of a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no registers,
-// and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory, opened once;
+// Bulk copies of weights, by a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no
+// registers, and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory, opened once;
 // bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned to 16), and
 // bulk_wait returns when all lanes see them; `turn` counts the calls from 0. A lane that has read what arrived calls
 // __syncwarp before the next copy to the same place.
@@ -97,8 +103,9 @@ DEVICE void bulk_expect(unsigned long long *gate, int bytes) {
 DEVICE void bulk_copy(void *shared, const void *global, int bytes, unsigned long long *gate) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared), at = (unsigned)__cvta_generic_to_shared(gate);
     if (threadIdx.x % 32 == 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                     "l"(global), "r"(bytes), "r"(at)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+                     "l"(global), "r"(bytes), "r"(at), "l"(leaves_first())
                      : "memory");
 }
 DEVICE void bulk_wait(unsigned long long *gate, unsigned turn) {
@@ -280,6 +287,10 @@ DEVICE void plain_bulk_wait() {
     __syncwarp();
 }
 #endif
+
+// 16 bytes of another kernel's output to shared memory, by way of a register; there behind a barrier. Where all of L1 is
+// shared memory, as in a decode step, one copy_async_16 takes thousands of cycles, this 500.
+DEVICE void copy_16(void *shared, const void *global) { *(uint4 *)shared = load_l2((const uint4 *)global); }
 
 // BULK_GATES: whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a
 // copy_wait_all of the warp that asked and a barrier of the block.

@@ -101,15 +101,14 @@ DEVICE int warp_choose(const float *logits, int E, int count) {
     sort(0, 2, key[2] > key[0], 0x0101u);
     sort(1, 3, key[3] > key[1], 0x1010u);
     sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
-    const unsigned own = 1u << lane, up_to_own = 2u * own - 1u;
     int id = 0;
 #pragma unroll 1
     for (int t = 0; t < count; t++) {
         const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
-        const unsigned those = __ballot_sync(FULL_WARP, key[0] == best);
-        const int e = __shfl_sync(FULL_WARP, 4 * lane + (int)(order & 3u), __ffs((int)those) - 1);
-        if (t == lane) id = e;
-        if ((those & up_to_own) == own) {
+        const unsigned mine = key[0] == best ? ~(4u * lane + (order & 3u)) : 0u;  // the lowest index is the largest of these
+        const unsigned first = __reduce_max_sync(FULL_WARP, mine);
+        if (t == lane) id = (int)~first;
+        if (mine == first) {
             key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
             order >>= 4;
         }

@@ -5,12 +5,6 @@
 
 #include "op_args.h"
 
-// Weights of a later stage, asked for by a stage that leaves the memory idle. Unused ranges are empty.
-struct PrefetchRanges {
-    const void *start[6];
-    long long bytes[6];
-};
-
 // How q4local rows are streamed (Q4Stream in q4_stream.cuh).
 struct StreamArgs {
     int streams;  // warps of a block that take rows
@@ -72,7 +66,6 @@ struct AttentionStageArgs {
     QuantizeA8Args a8;
     float *normed;  // f32[nh + nkv, hd]: q and k after the norm, for taps: attn.copies, or else a place in attn.work
     float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, likewise
-    PrefetchRanges next;
     int has_norm;   // 0 | 1
     int has_a8;     // 0 | 1
 };

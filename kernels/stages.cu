@@ -114,7 +114,6 @@ DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsign
             block_copy(gsum, in.gsum, groups);
             in = {(const signed char *)shared, d, gsum};
         }
-        copy_wait_all();
         __syncthreads();
     }
     units.finish(a.mm, in, x, out);
@@ -131,9 +130,8 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
     wait_for_previous(from);
     start_next();
-    in.copy(a.mm, from, k);
     stream.open(out);  // what is added to comes while the input row does
-    copy_wait_all();
+    in.copy(a.mm, from, k);
     __syncthreads();
     stream.finish(in, out);
 }

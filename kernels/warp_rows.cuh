@@ -46,22 +46,12 @@ DEVICE void transpose_bf16(uint4 mine, float *out) {
     out[5] = f32_from_bits(odd46 << 16), out[7] = f32_from_bits(odd46 & 0xffff0000u);
 }
 
-// Asks L2 for weights of a later stage; all threads of the grid share the work.
-DEVICE void prefetch_ranges(const PrefetchRanges &ranges) {
-    const long long block = ((long long)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const long long first = 128 * (block * blockDim.x + threadIdx.x);
-    const long long step = 128ll * gridDim.x * gridDim.y * gridDim.z * blockDim.x;
-#pragma unroll 1
-    for (int i = 0; i < 6; i++)
-        for (long long at = first; at < ranges.bytes[i]; at += step) prefetch_l2((const char *)ranges.start[i] + at);
-}
-
-// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. Visible
-// after copy_wait_all and a barrier.
+// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. There behind a
+// barrier.
 DEVICE void block_copy(void *shared, const void *global, int words) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < words / 4; i += blockDim.x)
-        copy_async_16((uint4 *)shared + i, (const uint4 *)global + i);
+        copy_16((uint4 *)shared + i, (const uint4 *)global + i);
 #pragma unroll 1
     for (int i = words / 4 * 4 + threadIdx.x; i < words; i += blockDim.x)
         ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);

@@ -6,7 +6,7 @@
 #define FLOATS 2048  // exchanged from step to step
 
 struct BoundaryArgs {
-    float *rows;          // f32[2, FLOATS]
+    float *rows;          // f32[2, FLOATS], or u64; room for u32[2, 1024] behind f32
     unsigned *counter;    // u32[1], zero
     const uint4 *weights; // of this launch, 16 * blocks * threads * READS bytes
     unsigned *sink;       // u32[1]
@@ -61,6 +61,62 @@ extern "C" __global__ void k_persistent(const BoundaryArgs a) {
 
 extern "C" __global__ void k_persistent_empty(const BoundaryArgs a) {
     for (int step = 0; step < a.steps; step++) grid_barrier(a.counter, (unsigned)((step + 1) * gridDim.x));
+}
+
+// A row whose floats carry the number of the step that wrote them: u64[2, FLOATS], the number in the upper half. Whoever
+// needs a float waits for its number; two rows are enough, for who writes one has seen all of the other.
+DEVICE unsigned long long tagged(float v, int step) {
+    return (unsigned long long)(unsigned)step << 32 | __float_as_uint(v);
+}
+DEVICE void load_tagged(const unsigned long long *p, unsigned long long *v) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
+}
+DEVICE void store_tagged(unsigned long long *p, unsigned long long v) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+extern "C" __global__ void k_persistent_tagged(const BoundaryArgs a) {
+    __shared__ float part[2][256];
+    const int share = FLOATS / gridDim.x + 1, first = blockIdx.x * share;
+    for (int step = 0; step < a.steps; step++) {
+        const unsigned long long *const in = (unsigned long long *)a.rows + step % 2 * FLOATS + 2 * threadIdx.x;
+        unsigned long long v[8];
+        bool there = false;
+        while (!there) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) load_tagged(in + 512 * i, v + 2 * i);
+            there = true;
+#pragma unroll
+            for (int i = 0; i < 8; i++) there = there && (step == 0 || v[i] >> 32 == (unsigned)step);
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += __uint_as_float((unsigned)v[i]);
+        part[step % 2][threadIdx.x] = sum;
+        __syncthreads();
+        unsigned long long *const out = (unsigned long long *)a.rows + (step + 1) % 2 * FLOATS;
+        if ((int)threadIdx.x < share && first + threadIdx.x < FLOATS)
+            store_tagged(out + first + threadIdx.x, tagged(part[step % 2][(threadIdx.x + 17) % 256] * 1e-6f, step + 1));
+    }
+}
+
+// A number of the step for each block instead: written behind its share, waited for ahead of the row.
+extern "C" __global__ void k_persistent_flags(const BoundaryArgs a) {
+    __shared__ float part[256];
+    unsigned *const flags = (unsigned *)(a.rows + 2 * FLOATS);
+    for (int step = 0; step < a.steps; step++) {
+        for (int b = threadIdx.x; b < gridDim.x && step > 0; b += blockDim.x) {
+            unsigned seen;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flags + step % 2 * 1024 + b) : "memory");
+            } while (seen != (unsigned)step);
+        }
+        __syncthreads();
+        exchange(a.rows + step % 2 * FLOATS, a.rows + (step + 1) % 2 * FLOATS, part);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flags + (step + 1) % 2 * 1024 + blockIdx.x), "r"(step + 1) : "memory");
+    }
 }
 
 extern "C" __global__ void __cluster_dims__(8, 1, 1) k_cluster_empty(const BoundaryArgs a) {

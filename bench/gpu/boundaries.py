@@ -57,7 +57,7 @@ class Chain:
 
         self.code, self.cupy, self.driver = code, code.cupy, driver
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
-        self.rows = self.cupy.zeros(2 * 2048, np.float32)
+        self.rows = self.cupy.zeros(4 * 2048, np.float32)
         self.counter = self.cupy.zeros(1, np.uint32)
         self.sink = self.cupy.zeros(1, np.uint32)
         bytes_of_set = 16 * 132 * 256 * 26
@@ -218,7 +218,7 @@ def main() -> None:
                 chain.launch("k_empty", blocks, True)
 
         row(f"launches of {blocks} blocks, programmatic, empty", empty)
-        for kernel in ("k_persistent", "k_persistent_empty"):
+        for kernel in ("k_persistent", "k_persistent_flags", "k_persistent_tagged", "k_persistent_empty"):
 
             def persistent(blocks: int = blocks, kernel: str = kernel) -> None:
                 chain.launch(kernel, blocks, False, steps=STEPS)

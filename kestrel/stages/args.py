@@ -26,12 +26,6 @@ def _struct(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
 
 
-PREFETCH_RANGES = 6
-PrefetchRanges = _struct(
-    "PrefetchRanges",
-    ("start", ctypes.c_uint64 * PREFETCH_RANGES),
-    ("bytes", ctypes.c_int64 * PREFETCH_RANGES),
-)
 StreamArgs = _struct(
     "StreamArgs",
     ("streams", ctypes.c_int32),
@@ -84,7 +78,6 @@ AttentionStageArgs = _struct(
     ("a8", QuantizeA8Args),
     ("normed", ctypes.c_uint64),
     ("roped", ctypes.c_uint64),
-    ("next", PrefetchRanges),
     ("has_norm", ctypes.c_int32),
     ("has_a8", ctypes.c_int32),
 )

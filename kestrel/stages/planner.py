@@ -17,8 +17,7 @@ from kestrel.launch import (
     launches,
     merge_hashes,
 )
-from kestrel.ops import Op, WType
-from kestrel.stages.args import AttentionStageArgs, MatmulAddArgs, NormMatmulArgs
+from kestrel.ops import Op
 from kestrel.stages.attention import attention
 from kestrel.stages.matmul import head, matmul_add, norm, norm_gate_up
 from kestrel.stages.moe import gate_up, moe_ffn
@@ -45,32 +44,7 @@ def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list
             stage = Stage(ops[i : i + 1], launches(ops[i], "l2exact", t), outputs(ops[i]))
         found.append(stage)
         i += len(stage.ops)
-    _ask_ahead(found)
     return found
-
-
-def _ask_ahead(stages: Sequence[Stage]) -> None:
-    """Attention leaves the memory idle: it asks for the weights of the stage behind it."""
-    for i, stage in enumerate(stages):
-        args: Any = stage.launches[0].args
-        if not isinstance(args, AttentionStageArgs):
-            continue
-        for later in stages[i + 1 :]:
-            following: Any = later.launches[0].args
-            if isinstance(following, (MatmulAddArgs, NormMatmulArgs)):
-                _set_ranges(args.next, following.mm)
-                break
-
-
-def _set_ranges(ranges: Any, mm: Any) -> None:
-    at = 0
-    for i in range(mm.n_w):
-        weight = mm.w[i]
-        scales = 0 if weight.wtype == WType.bf16 else 2 * weight.n * (weight.k // 32)
-        codes = weight.n * WType(weight.wtype).bytes_per_row(weight.k) - scales
-        for start, nbytes in ((weight.codes, codes), (weight.scale, scales)):
-            ranges.start[at], ranges.bytes[at] = start, nbytes
-            at += 1
 
 
 def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
