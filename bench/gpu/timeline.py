@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ DEVICE void timeline_note(int what, unsigned long long kernel) {{
     if (what == 2) at[3] = kernel;
 }}
 """
-_RULE = "// Programmatic dependent launch: "  # in port.cuh, ahead of what is changed
+RULE = "// Programmatic dependent launch: "  # in port.cuh, ahead of what is changed
 _WAITS = (
     (
         'DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }',
@@ -59,13 +59,18 @@ _WAITS = (
 )
 
 
-def instrumented(sources: KernelSources) -> tuple[KernelSources, list[str]]:
-    """The kernels with notes, and their names by number. ValueError if the text is not as expected."""
+def changed_port(sources: KernelSources, changes: Iterable[tuple[str, str]]) -> KernelSources:
+    """The kernels with other text in port.cuh. ValueError if what is to be changed is not there once."""
     port = sources.headers["port.cuh"].decode()
-    for old, new in ((_RULE, _NOTES + _RULE), *_WAITS):
+    for old, new in changes:
         if port.count(old) != 1:
             raise ValueError(f"port.cuh holds {port.count(old)} times, not once: {old[:60]!r}")
         port = port.replace(old, new)
+    return KernelSources(sources.units, {**sources.headers, "port.cuh": port.encode()})
+
+
+def with_ends(sources: KernelSources, call: Callable[[int], str]) -> tuple[KernelSources, list[str]]:
+    """The kernels with ``call(number)`` at the end of each, and their names by number."""
     names: list[str] = []
     units = {}
     for unit, text in sources.units.items():
@@ -76,16 +81,21 @@ def instrumented(sources: KernelSources) -> tuple[KernelSources, list[str]]:
             if found:
                 names.append(found[1])
             kernel = kernel or found is not None
-            end = f"timeline_note(2, {len(names) - 1});"
             if kernel and line == "}":
-                line = f"    {end}\n}}"
+                line = f"    {call(len(names) - 1)}\n}}"
                 kernel = False
             elif kernel and line.endswith("}"):
-                line = f"{line[:-1]} {end} }}"
+                line = f"{line[:-1]} {call(len(names) - 1)} }}"
                 kernel = False
             lines.append(line)
         units[unit] = "\n".join(lines).encode()
-    return KernelSources(units, {**sources.headers, "port.cuh": port.encode()}), names
+    return KernelSources(units, sources.headers), names
+
+
+def instrumented(sources: KernelSources) -> tuple[KernelSources, list[str]]:
+    """The kernels with notes, and their names by number. ValueError if the text is not as expected."""
+    port = changed_port(sources, [(RULE, _NOTES + RULE), *_WAITS])
+    return with_ends(port, lambda number: f"timeline_note(2, {number});")
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,27 @@ def layer(launches: Sequence[Noted], number: int) -> list[list[str]]:
     ]
 
 
+def notes_of_a_run(
+    backend: Any, program: Any, name: str, shape: tuple[int, ...]
+) -> list[npt.NDArray[np.int64]]:
+    """What one run leaves in the array ``name`` of each module of kernels, i64 of ``shape``."""
+    runtime = backend._cupy.cuda.runtime
+    modules = {id(module): module for module in backend._kernels._modules.values()}
+    addresses = [int(module.get_global(name).ptr) for module in modules.values()]
+    size = 8 * int(np.prod(shape))
+    found = []
+    with backend.current():
+        for address in addresses:
+            runtime.memset(address, 0, size)
+        runtime.deviceSynchronize()
+        program.run()
+        for address in addresses:
+            notes = np.empty(shape, np.int64)
+            runtime.memcpy(notes.ctypes.data, address, size, 2)
+            found.append(notes)
+    return found
+
+
 def record(depth: int, layers: int, mode: Any) -> list[Noted]:
     """The launches of one replayed step of the synthetic Qwen3-30B-A3B shape."""
     from bench.gpu.synthetic import DeviceWeights, make_weights, qwen3_30b_a3b
@@ -159,20 +190,7 @@ def record(depth: int, layers: int, mode: Any) -> list[Noted]:
     program: Any = model.step(1, 1).program
     for _ in range(4):  # the first ones load and record
         program.run()
-    runtime = backend._cupy.cuda.runtime
-    modules = {id(module): module for module in backend._kernels._modules.values()}
-    addresses = [int(module.get_global("timeline_notes").ptr) for module in modules.values()]
-    size = 8 * LAUNCHES * BLOCKS * WORDS
-    with backend.current():
-        for address in addresses:
-            runtime.memset(address, 0, size)
-        runtime.deviceSynchronize()
-        program.run()
-        found = []
-        for address in addresses:
-            notes = np.empty((LAUNCHES, BLOCKS, WORDS), np.int64)
-            runtime.memcpy(notes.ctypes.data, address, size, 2)
-            found.append(notes)
+    found = notes_of_a_run(backend, program, "timeline_notes", (LAUNCHES, BLOCKS, WORDS))
     engine.close()
     return launches_of(found, names)
 

@@ -1,20 +1,23 @@
 """Variants tried out: the time of each kernel of a decode step, and of the step.
 
-A variant is another value of Tuning, or a folder with changed kernels.
+A variant is other values of Tuning, a folder with changed kernels, or both, joined by +.
 
 python -m bench.gpu.tune --layers 8 --depth 1024 attention_blocks=132,264 router_rows=2
 
 cp -r kernels /tmp/later; edit /tmp/later/stages.cu
-python -m bench.gpu.tune --depth 1024 --whole /tmp/later router_rows=2
+python -m bench.gpu.tune --whole --depth 0,1024 /tmp/later /tmp/later+router_rows=2
 
-Passing the bit tests is the caller's business: a variant that leaves something out may be worth timing, too.
+With --whole the variants are timed in turn, for several rounds, and their logits must have the same bits.
+Take all layers for it: with few of them, one variant under two names differs by 2 % from one place in memory
+to another. Passing the other bit tests is the caller's business: without --whole, a variant that leaves
+something out may be worth timing, too.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,64 +31,122 @@ from kestrel.engine import Engine
 from kestrel.launch import Tuning
 
 
-def variants(texts: list[str]) -> Iterator[tuple[str, Tuning, KernelSources | None]]:
-    """The defaults, then each value given and each folder of kernels."""
-    yield "defaults", Tuning(), None
-    known = {f.name for f in fields(Tuning)}
+@dataclass(frozen=True)
+class Variant:
+    """What to time under a name; ``sources``: other kernels than the installation's."""
+
+    name: str
+    tuning: Tuning
+    sources: KernelSources | None = None
+
+
+def variants(texts: Sequence[str]) -> Iterator[Variant]:
+    """The defaults, then what each text says. Raises SystemExit for a text that names nothing."""
+    yield Variant("defaults", Tuning())
     for text in texts:
-        name, _, values = text.partition("=")
-        if not values and (Path(text) / "op_args.h").is_file():
-            yield text, Tuning(), read_sources(Path(text))
-        elif name in known and values:
-            for value in values.split(","):
-                yield f"{name}={value}", Tuning(**{name: int(value)}), None
-        else:
-            names = ", ".join(sorted(known))
-            raise SystemExit(
-                f"{text!r} is neither NAME=VALUE,VALUE nor a folder with kernels; names: {names}"
-            )
+        found = [Variant(text, Tuning())]
+        parts = text.split("+")
+        for part in parts:
+            found = [changed for variant in found for changed in _changed(variant, part, parts)]
+        yield from found
 
 
-def whole_step(engine: Engine, depth: int) -> float:
-    """Microseconds of a recorded step."""
-    model = engine.decode_model
-    model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
-    program: Any = model.step(1, 1).program
-    backend: Any = model.backend
-    return replay_microseconds(backend, program.whole.main)
+def _changed(variant: Variant, part: str, parts: Sequence[str]) -> Iterator[Variant]:
+    """``variant`` with one part of its text; a part with several values gives several variants."""
+    known = {f.name for f in fields(Tuning)}
+    name, _, values = part.partition("=")
+    if not values and (Path(part) / "op_args.h").is_file():
+        yield replace(variant, sources=read_sources(Path(part)))
+    elif name in known and values:
+        for value in values.split(","):
+            text = "+".join(f"{name}={value}" if p == part else p for p in parts)
+            yield replace(variant, name=text, tuning=replace(variant.tuning, **{name: int(value)}))
+    else:
+        names = ", ".join(sorted(known))
+        raise SystemExit(f"{part!r} is neither NAME=VALUE,VALUE nor a folder with kernels; names: {names}")
+
+
+def whole_steps(
+    config: Any, mode: str, depths: Sequence[int], rounds: int, wanted: Sequence[Variant]
+) -> list[list[str]]:
+    """A row to each variant: its name, and for each depth the median of the rounds with their range.
+
+    Microseconds of a recorded step. Raises SystemExit where the logits of one differ from the first one's.
+    """
+    first = DeviceWeights()
+    weights = make_weights(config, first)
+    made: list[tuple[Variant, int, DeviceWeights, Engine, Any]] = []
+    logits: dict[int, Any] = {}
+    for variant in wanted:
+        backend = DeviceWeights(mode, tuning=variant.tuning, sources=variant.sources)
+        backend.present = first.present
+        for depth in depths:
+            engine = Engine(config, weights, backend, context=depth + 64)
+            model = engine.decode_model
+            model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
+            program: Any = model.step(1, 1).program
+            program.run()
+            bits = model.logits(1).view(np.uint32)
+            if mode == "l2exact" and (bits != logits.setdefault(depth, bits)).any():
+                raise SystemExit(f"{variant.name}: other logits than {wanted[0].name} at depth {depth}")
+            made.append((variant, depth, backend, engine, program.whole.main))
+    times: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for variant, depth, backend, _, launches in made:
+            step = replay_microseconds(backend, launches, 12)
+            times.setdefault((variant.name, depth), []).append(step)
+
+    def spread(found: Sequence[float]) -> str:
+        return f"{np.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
+
+    return [[v.name, *(spread(times[v.name, depth]) for depth in depths)] for v in wanted]
+
+
+def by_kernel(
+    config: Any, mode: str, depth: int, wanted: Sequence[Variant], pairs: bool
+) -> dict[str, dict[str, str]]:
+    """Variant -> kernel -> microseconds of each launch."""
+    first = DeviceWeights()
+    weights = make_weights(config, first)
+    columns: dict[str, dict[str, str]] = {}
+    for variant in wanted:
+        backend = DeviceWeights(mode, tuning=variant.tuning, sources=variant.sources)
+        backend.present = first.present
+        engine = Engine(config, weights, backend, context=depth + 64)
+        table = kernel_table(engine, depth)
+        columns[variant.name] = {row[0]: row[3] or row[4] for row in table[1:]}
+        if pairs:
+            print(variant.name)
+            found = pair_table(engine, depth)
+            print(markdown_table(found[0], found[1:]))
+        del engine
+        backend.present = {}
+        backend.close()
+    return columns
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=1024)
-    parser.add_argument("--mode", default="l2exact")
+    parser.add_argument("--layers", type=int, default=None, help="8; with --whole all 48")
+    parser.add_argument("--depth", default="1024", metavar="N,...", help="several with --whole alone")
+    parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
     parser.add_argument("--pairs", action="store_true", help="also what neighbouring kernels cost each other")
     parser.add_argument("--whole", action="store_true", help="the whole step alone")
+    parser.add_argument("--rounds", type=int, default=3, help="of --whole")
     parser.add_argument("variants", nargs="*", metavar="NAME=VALUE,... | FOLDER")
     given = parser.parse_args()
-    config = qwen3_30b_a3b(given.layers)
-    first = DeviceWeights()
-    weights = make_weights(config, first)
-    columns: dict[str, dict[str, str]] = {}
-    for name, tuning, sources in list(variants(given.variants)):
-        backend = DeviceWeights(given.mode, tuning=tuning, sources=sources)
-        backend.present = first.present
-        engine = Engine(config, weights, backend, context=given.depth + 64)
-        if given.whole:
-            columns[name] = {"whole step, one graph": f"{whole_step(engine, given.depth):.1f}"}
-        else:
-            table = kernel_table(engine, given.depth)
-            columns[name] = {row[0]: row[3] or row[4] for row in table[1:]}
-        if given.pairs:
-            print(name)
-            pairs = pair_table(engine, given.depth)
-            print(markdown_table(pairs[0], pairs[1:]))
-        del engine
-        backend.present = {}
-        backend.close()
+    wanted = list(variants(given.variants))
+    depths = [int(text) for text in given.depth.split(",")]
+    config = qwen3_30b_a3b(given.layers or (48 if given.whole else 8))
+    if given.whole:
+        rows = whole_steps(config, given.mode, depths, given.rounds, wanted)
+        print(markdown_table(["us a step", *(f"depth {depth}" for depth in depths)], rows))
+        return
+    if len(depths) > 1:
+        parser.error("several depths go with --whole")
+    columns = by_kernel(config, given.mode, depths[0], wanted, given.pairs)
     kernels = list(dict.fromkeys(kernel for column in columns.values() for kernel in column))
     rows = [[name, *(column.get(kernel, "-") for kernel in kernels)] for name, column in columns.items()]
     print(markdown_table(["us", *kernels], rows))
