@@ -18,7 +18,8 @@ from bench.gpu.context import Context, markdown_table
 from bench.gpu.device_code import DeviceCode
 from bench.gpu.models import decode_milliseconds, prompt
 from bench.gpu.profile import kernel_table
-from kestrel.benchmark.shapes import SHAPES
+from kestrel import _native
+from kestrel.benchmark.shapes import SHAPES, weight_bytes_per_token
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
@@ -265,6 +266,10 @@ def experiment(context: Context) -> dict[str, Any]:
     depths = depth_table(config, weights, gpu.present)
     print(markdown_table(depths[0], depths[1:]), flush=True)
     cpu_times = decode_milliseconds(reference, 100, 10)
+    cpu = host_rates(reference, weights, float(np.median(cpu_times)))
+    rate, weights_read, plain = cpu["tokens_per_second"], cpu["weights_gb_s"], cpu["plain_read_gb_s"]
+    text = f"{rate:.1f} tok/s, {weights_read:.0f} GB/s of weights, a plain read {plain:.0f} GB/s"
+    print(f"    CPU: {text} ({cpu['threads']} threads)", flush=True)
     gpu.close()
     return {
         "failures": failures,
@@ -278,11 +283,23 @@ def experiment(context: Context) -> dict[str, Any]:
         "keys": {"total": found.total, "different": found.count, "first": found.first},
         "seconds_with_dump": {"gpu": gpu_seconds, "cpu": cpu_seconds},
         "cpu_ms_per_token": float(np.median(cpu_times)),
+        "cpu": cpu,
         "spread": spread,
         "prompt_tokens_per_second": prompt_rates,
         "kernels_at_1024": kernels,
         "ms_per_token_by_depth": depths,
         "timings_ms": {"columns": head[1:], **timings},
+    }
+
+
+def host_rates(reference: Engine, weights: Weights, milliseconds: float) -> dict[str, Any]:
+    """The CPU reference at ``milliseconds`` a token beside what its memory gives a plain read."""
+    backend: Any = reference.decode_model.backend
+    return {
+        "threads": backend.threads,
+        "tokens_per_second": 1e3 / milliseconds,
+        "weights_gb_s": weight_bytes_per_token(reference.config, weights) / milliseconds / 1e6,
+        "plain_read_gb_s": _native.read_bandwidth(1 << 30, backend.threads),
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.gpu.synthetic import host_rates
 from kestrel.benchmark import synthetic
 from kestrel.benchmark.shapes import SHAPES, parameters, shape, weight_bytes_per_token
 from kestrel.benchmark.synthetic import (
@@ -189,3 +190,14 @@ def test_kv_rows_are_valid(small_config: ModelConfig) -> None:
         else:
             assert values.dtype == np.float32
             assert 0.004 < values.min() < values.max() < 0.03
+
+
+def test_the_cpu_beside_a_plain_read() -> None:
+    config = shape("smollm2-135m")
+    weights = host_weights(pending_weights(config, WType.q4local, WType.q8local))
+    backend = CpuBackend(threads=1)
+    rates = host_rates(Engine(config, weights, backend, context=16), weights, 50.0)
+    assert rates["threads"] == 1
+    assert rates["tokens_per_second"] == 20.0
+    assert rates["weights_gb_s"] == pytest.approx(weight_bytes_per_token(config, weights) / 0.05 / 1e9)
+    assert rates["plain_read_gb_s"] > 0.1
