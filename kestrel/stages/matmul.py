@@ -52,8 +52,9 @@ def _loads(mm: Any) -> int:
 def weights_of(mm: Any) -> str:
     """What forms the weights of ``mm`` allow, by name: one format, or any."""
     kinds = {WType(mm.w[i].wtype) for i in range(mm.n_w)}
-    if kinds == {WType.q4local}:
-        return "any" if any(mm.w[i].k % 256 for i in range(mm.n_w)) else "q4"
+    if kinds == {WType.q4local}:  # a stream takes whole steps, by copies of 16 bytes
+        whole = all(mm.w[i].k % 256 == 0 and mm.w[i].scale % 16 == 0 for i in range(mm.n_w))
+        return "q4" if whole else "any"
     if len(kinds) > 1:
         return "any"
     return "q8" if kinds == {WType.q8local} else "bf16"
@@ -282,7 +283,7 @@ def head(ops: Sequence[Op], t: Tuning) -> Stage | None:
 
 def _head_stream(args: Any, t: Tuning) -> Launch | None:
     weights = weights_of(args.mm)
-    if weights not in ("q4", "q8") or args.mm.w[0].k % 256:
+    if weights not in ("q4", "q8") or args.mm.w[0].k % 256 or args.mm.w[0].scale % 16:
         return None
     found = streams_of(args.mm, HEAD_ROWS, _normed_row_bytes(args.norm.d), t)
     if found is None or found[0] > HEAD_BLOCKS:

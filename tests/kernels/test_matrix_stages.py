@@ -45,6 +45,7 @@ class Steps:
         self.arrays = arrays
         self.weights = list(weights)
         self.ops: list[tuple[str, dict[str, Any]]] = []
+        self.shift = 0  # elements from an aligned place to a matrix's scales
 
     def add(self, op: str, **given: Any) -> None:
         """A string names an array, anything else is a number; a matmul takes all matrices."""
@@ -55,10 +56,9 @@ class Steps:
         bound = []
         for i, weight in enumerate(self.weights):
             codes = memory[f"codes{i}"] = Guarded(weight.codes)
-            scale = memory[f"scale{i}"] = Guarded(
-                np.zeros(8, np.uint16) if weight.scale is None else weight.scale
-            )
-            pointer = 0 if weight.scale is None else scale.ptr
+            scales = np.zeros(8, np.uint16) if weight.scale is None else weight.scale.ravel()
+            scale = memory[f"scale{i}"] = Guarded(np.concatenate([np.zeros(self.shift, np.uint16), scales]))
+            pointer = 0 if weight.scale is None else scale.ptr + 2 * self.shift
             bound.append(Weight(codes.ptr, pointer, int(weight.wtype), weight.n, weight.k, 0))
         ops = []
         for name, given in self.ops:
@@ -322,6 +322,22 @@ def test_streams_without_gates(rng: np.random.Generator, seed: int) -> None:
         steps.check(steps.launches(tuning)[0].kernel, tuning, steps.on_cpu(), **more)  # type: ignore[arg-type]
     steps = norm_gate_up(rng, 224, 768)
     steps.check("k_norm_gate_up", tuning, steps.on_cpu(), hidden="y", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Q4, Q8])
+def test_scales_that_no_copy_of_16_bytes_can_take(rng: np.random.Generator, kind: WType) -> None:
+    """A matrix may begin anywhere: its rows are loaded then, not streamed."""
+    for steps in (
+        norm_matmul(rng, [kind], [75], 768),
+        matmul_add(rng, [kind], [75], 768),
+        head(rng, kind, 75, 768),
+    ):
+        (streamed,) = steps.launches(Tuning())
+        steps.shift = 4
+        (loaded,) = steps.launches(Tuning())
+        if kind == Q4 or streamed.kernel.startswith("k_head"):
+            assert streamed.kernel != loaded.kernel
+        steps.check(loaded.kernel, Tuning(), steps.on_cpu())
 
 
 # -- gate and up -----------------------------------------------------------------------------------
