@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from bench import kernels, profile_decode
+from bench.gpu import notes
+from bench.gpu.tune import Variant, whole_steps
 from kestrel import bench
 from kestrel.benchmark.cuda import BenchBackend, SharedWeights, copy_bandwidth
 from kestrel.benchmark.runner import Runner
@@ -17,7 +20,11 @@ from kestrel.benchmark.shapes import SHAPES
 from kestrel.benchmark.synthetic import Recipe, fill, host_weights, pending_weights
 from kestrel.config import ModelConfig, MoeConfig
 from kestrel.cpu import CpuBackend
+from kestrel.cuda.sources import read_sources
+from kestrel.launch import Tuning
 from kestrel.ops import WType
+
+KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 @pytest.fixture
@@ -103,3 +110,36 @@ def test_kernels_and_profile(config: ModelConfig, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     assert profile_decode.main([*arguments, "--trace", str(trace)]) == 0
     assert len(json.loads(trace.read_text())["traceEvents"]) > 10
+
+
+def test_whole_steps_of_variants_in_turn(config: ModelConfig) -> None:
+    wanted = [Variant("defaults", Tuning()), Variant("streams=4", Tuning(streams=4))]
+    rows = whole_steps(config, "l2exact", [0, 300], 2, wanted)
+    assert [row[0] for row in rows] == ["defaults", "streams=4"]
+    assert all(float(cell.split()[0]) > 0 for row in rows for cell in row[1:])
+
+
+def test_a_variant_with_other_bits_is_refused(config: ModelConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    shutil.copytree(KERNELS, folder)
+    norm = (folder / "block_norm.cuh").read_text()
+    changed = norm.replace("sum += t[j].x;", "sum += t[j].x + 1e-3f;")
+    assert changed != norm
+    (folder / "block_norm.cuh").write_text(changed)
+    wanted = [Variant("defaults", Tuning()), Variant("other", Tuning(), read_sources(folder))]
+    with pytest.raises(SystemExit, match="other: other logits than defaults at depth 3"):
+        whole_steps(config, "l2exact", [3], 1, wanted)
+
+
+def test_notes_of_a_step(config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    shutil.copytree(KERNELS, folder)
+    stages = (folder / "stages.cu").read_text()
+    place = "    stream.finish(in, out);\n"
+    (folder / "stages.cu").write_text(stages.replace(place, f"    note(1);\n{place}    note(2);\n"))
+    monkeypatch.setattr(
+        "bench.gpu.synthetic.qwen3_30b_a3b", lambda layers: replace(config, num_layers=layers)
+    )
+    rows = notes.record(folder, 5, 2, "l2exact")
+    assert {row[0] for row in rows} == {"k_norm_matmul_q4", "k_matmul_add_q4"}
+    assert all(row[1:3] == ["2", "2"] and 0 < int(row[3]) <= int(row[4]) <= int(row[5]) for row in rows)
