@@ -49,7 +49,6 @@ class Tuning:
 
     sms: int = 132  # multiprocessors to fill
     shared_limit: int = 232448  # bytes of shared memory that a block may take, as on Hopper
-    max_cluster: int = 16  # blocks of a cluster, at most, as on Hopper; 1: the GPU has no clusters
     elementwise_threads: int = 256
     norm_threads: int = 256
     qk_norm_heads: int = 4  # heads of a block
@@ -124,7 +123,6 @@ class Launch:
     block: Dim3
     shared: int  # bytes of dynamic shared memory
     args: ctypes.Structure
-    cluster: int = 1  # blocks along x that run at the same time and reach each other's shared memory
     table: bytes = b""  # what ``args.table`` points at, where there is one: the backend keeps a copy
 
 

@@ -39,9 +39,7 @@ def run_launch(launch: Launch, seed: int = 0, *, gates: bool = True) -> None:
         table = np.frombuffer(launch.table, np.uint8)
         args = type(args).from_buffer_copy(args)
         args.table = table.ctypes.data
-    _simt.launch(
-        launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, launch.cluster, gates
-    )
+    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, gates)
 
 
 class SimtProgram:

@@ -32,15 +32,12 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
-constexpr unsigned kMaxCluster = 16;           // with the attribute for more than 8
 constexpr int kPoison = 0xff;                  // NaN as a float, -1 as an integer
 constexpr uint64_t kGateMark = 0x67617465;     // upper half of an open gate; the lower one is its number
 constexpr long long kMaxGateBytes = (1 << 20) - 1;
 constexpr unsigned kAlways = 4;                // of how prompt a block's bulk copies are
 
-enum class State : uint8_t { ready, at_barrier, in_warp, in_cluster, at_gate, ended };
-// Of a fiber at the cluster's barrier: `passed` when all have arrived and it has not called cluster_wait since.
-enum class Phase : uint8_t { outside, arrived, passed };
+enum class State : uint8_t { ready, at_barrier, in_warp, at_gate, ended };
 
 struct PendingCopy {
     void *to;
@@ -50,20 +47,14 @@ struct PendingCopy {
 
 struct Fiber {
     uint3 index;
-    unsigned block;  // in its cluster
     unsigned warp, lane;
     State state;
-    Phase phase;
-    bool all_began;  // it has waited at a cluster barrier
-    bool reached;    // it has accessed another block since it last arrived at one, at
-    Site reach_site;
-    unsigned reached_block;
     bool started = false;  // its stack holds the entry loop
     Site site;
     jmp_buf context;
     char *stack = nullptr;
     std::vector<PendingCopy> copies;
-    unsigned gate, turn;       // at_gate
+    unsigned gate, turn;  // at_gate
 };
 
 struct Warp {
@@ -73,7 +64,6 @@ struct Warp {
     unsigned mask[32];
     uint64_t value[32], result[32];
     int arg[32], width[32];
-    unsigned lane_to_fiber[32];
 };
 
 // An mbarrier with a count of one. A turn begins when the one before is over, and is over when it has been told what to
@@ -97,26 +87,18 @@ struct BulkCopy {
     Site site;
 };
 
-struct Block {
-    uint3 index;
-    unsigned char *dynamic;              // shared memory
-    std::vector<unsigned char> statics;  // of a cluster: its __shared__ variables while another block runs
-    unsigned ended;                      // threads
-    unsigned arrived, waited;            // threads that have passed the halves of the current cluster barrier
-    Site arrive_site, wait_site;         // of the first of them
-    std::vector<Gate> gates;             // open ones
-    std::vector<BulkCopy> bulk;          // on their way
-    unsigned prompt;                     // how often a bulk copy does not wait to be waited for, out of kAlways times
-};
-
-std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches; those of a block lie side by side
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept between launches
 std::vector<Warp> warps;
-Block blocks[kMaxCluster];
-Block *running;  // its __shared__ variables are in the section
-unsigned cluster_blocks, block_threads, cluster_arrived;
-bool shuffled;        // the launch has a seed
-size_t shared_bytes;  // of dynamic shared memory
-size_t shared_room;   // the same, rounded up as a GPU allocates them
+bool shuffled;  // the launch has a seed
+
+// Of the running block.
+unsigned block_threads, ended_threads;
+unsigned char *shared_base;  // dynamic shared memory
+size_t shared_bytes;         // what the launch asked for of it
+size_t shared_room;          // the same, rounded up as a GPU allocates it
+std::vector<Gate> gates;     // open ones
+std::vector<BulkCopy> under_way;
+unsigned prompt;             // how often a bulk copy does not wait to be waited for, out of kAlways times
 
 unsigned char *statics() { return __start_simt_shared; }
 size_t static_bytes() { return statics() ? static_cast<size_t>(__stop_simt_shared - __start_simt_shared) : 0; }
@@ -125,29 +107,27 @@ size_t static_bytes() { return statics() ? static_cast<size_t>(__stop_simt_share
 // GPU it is an illegal address.
 class SharedMemory {
   public:
-    unsigned char *place(unsigned block, size_t bytes) {
+    unsigned char *place(size_t bytes) {
         if (!memory_) {
             page_ = (size_t)sysconf(_SC_PAGESIZE);
             size_ = (kMaxSharedBytes + 128 + page_ - 1) / page_ * page_;
-            const size_t total = kMaxCluster * (size_ + page_);
-            void *const found = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            void *const found = mmap(nullptr, size_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (found == MAP_FAILED) throw std::runtime_error("no memory for shared memory");
             memory_ = static_cast<unsigned char *>(found);
-            for (unsigned i = 0; i < kMaxCluster; i++) mprotect(memory_ + i * (size_ + page_) + size_, page_, PROT_NONE);
+            mprotect(memory_ + size_, page_, PROT_NONE);
             struct sigaction action = {};
             action.sa_sigaction = on_fault;
             action.sa_flags = SA_SIGINFO;
             sigaction(SIGSEGV, &action, &before_);
         }
-        return memory_ + block * (size_ + page_) + size_ - bytes;
+        return memory_ + size_ - bytes;
     }
 
   private:
     // Says what it was, then dies as without it.
     static void on_fault(int, siginfo_t *info, void *) {
         const unsigned char *const at = static_cast<unsigned char *>(info->si_addr);
-        const size_t offset = static_cast<size_t>(at - memory_), pitch = size_ + page_;
-        if (at >= memory_ && offset < kMaxCluster * pitch && offset % pitch >= size_) {
+        if (at >= memory_ + size_ && at < memory_ + size_ + page_) {
             static const char text[] = "simt: an access past the end of dynamic shared memory\n";
             if (write(2, text, sizeof text - 1) < 0) _exit(1);
         }
@@ -190,7 +170,7 @@ std::string name(const uint3 &index) {
     return s.str();
 }
 
-std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(blocks[f.block].index); }
+std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(block_index); }
 
 __attribute__((noinline)) void switch_context(jmp_buf from, jmp_buf to) {
     if (_setjmp(from) == 0) _longjmp(to, 1);
@@ -211,24 +191,24 @@ void suspend(State state) {
 }
 
 bool in_dynamic(const unsigned char *at, size_t bytes) {
-    return at >= running->dynamic && at + bytes <= running->dynamic + shared_bytes;
+    return at >= shared_base && at + bytes <= shared_base + shared_bytes;
 }
 bool in_statics(const unsigned char *at, size_t bytes) {
     return at >= statics() && at + bytes <= statics() + static_bytes();
 }
 
-// A turn of a gate of the running block.
+// A turn of a gate.
 std::string name(const Gate &gate, unsigned turn) {
     const bool dynamic = in_dynamic(gate.at, 8);
     return "turn " + std::to_string(turn) + " (parity " + std::to_string(turn % 2) + ") of the gate at byte " +
-           std::to_string(gate.at - (dynamic ? running->dynamic : statics())) + " of " +
+           std::to_string(gate.at - (dynamic ? shared_base : statics())) + " of " +
            (dynamic ? "dynamic shared memory" : "static shared memory");
 }
 
 // What the gates of a block say when its last thread ends.
 void check_gates() {
-    const std::string who = "block " + name(running->index) + " ended ";
-    for (const Gate &g : running->gates) {
+    const std::string who = "block " + name(block_index) + " ended ";
+    for (const Gate &g : gates) {
         if (g.expects && g.asked < g.expected)
             fail(who + "while " + name(g, g.turn) + " expects " + std::to_string(g.expected - g.asked) +
                  " bytes that nobody asks for: see " + name(g.expect_site));
@@ -246,12 +226,7 @@ void fiber_main() {
         kernel_function(kernel_args);
         Fiber *self = current;
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
-        if (self->phase != Phase::outside) fail(name(*self) + " ended between cluster_arrive and cluster_wait");
-        if (self->reached)
-            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " +
-                 name(blocks[self->reached_block].index) +
-                 " after its last cluster barrier, when that block may have ended");
-        if (++running->ended == block_threads) check_gates();
+        if (++ended_threads == block_threads) check_gates();
         Warp &warp = warps[self->warp];
         warp.ended |= 1u << self->lane;
         suspend(State::ended);
@@ -284,57 +259,35 @@ void prepare_fibers(unsigned count) {
     }
 }
 
-void start_block(unsigned rank, const uint3 &index) {
-    Block &block = blocks[rank];
-    const unsigned count = block_threads, warp_total = (count + 31) / 32, first_warp = rank * warp_total;
-    block.index = index;
-    block.ended = block.arrived = block.waited = 0;
-    block.gates.clear();
-    block.bulk.clear();
-    block.prompt = shuffled ? static_cast<unsigned>(next_random() % (kAlways + 1)) : 0;
-    warps.resize(std::max<size_t>(warps.size(), first_warp + warp_total));
+void start_block() {
+    const unsigned warp_total = (block_threads + 31) / 32;
+    ended_threads = 0;
+    gates.clear();
+    under_way.clear();
+    prompt = shuffled ? static_cast<unsigned>(next_random() % (kAlways + 1)) : 0;
+    warps.resize(std::max<size_t>(warps.size(), warp_total));
     for (unsigned w = 0; w < warp_total; w++) {
-        const unsigned lanes = std::min(32u, count - 32 * w);
-        Warp &warp = warps[first_warp + w];
-        warp.existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
-        warp.ended = warp.arrived = 0;
+        const unsigned lanes = std::min(32u, block_threads - 32 * w);
+        warps[w].existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
+        warps[w].ended = warps[w].arrived = 0;
     }
-    for (unsigned i = 0; i < count; i++) {
-        Fiber &f = *fibers[rank * count + i];
+    for (unsigned i = 0; i < block_threads; i++) {
+        Fiber &f = *fibers[i];
         f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
-        f.block = rank;
-        f.warp = first_warp + i / 32;
+        f.warp = i / 32;
         f.lane = i % 32;
         f.state = State::ready;
-        f.phase = Phase::outside;
-        f.all_began = f.reached = false;
-        warps[f.warp].lane_to_fiber[f.lane] = rank * count + i;
     }
-    if (cluster_blocks > 1)
-        block.statics.assign(static_bytes(), kPoison);
-    else if (static_bytes())
-        std::memset(statics(), kPoison, static_bytes());
-    std::memset(block.dynamic, kPoison, shared_room);
+    if (static_bytes()) std::memset(statics(), kPoison, static_bytes());
+    std::memset(shared_base, kPoison, shared_room);
     counters.blocks++;
 }
 
-// The fibers that run next are of this block.
-void enter(Block &block) {
-    if (running == &block) return;
-    if (cluster_blocks > 1 && static_bytes()) {
-        if (running) std::memcpy(running->statics.data(), statics(), static_bytes());
-        std::memcpy(statics(), block.statics.data(), static_bytes());
-    }
-    running = &block;
-    block_index = block.index;
-}
-
-// Called when no fiber of a block can go on: releases the block's barrier, or says why it cannot. Returns false when the
-// block waits for others of its cluster.
-bool release_barrier(unsigned rank) {
+// Called when no fiber can go on and none waits for a gate: releases the block's barrier, or says why it cannot.
+void release_barrier() {
     const Fiber *first = nullptr, *ended = nullptr;
     for (unsigned i = 0; i < block_threads; i++) {
-        const Fiber &f = *fibers[rank * block_threads + i];
+        const Fiber &f = *fibers[i];
         if (f.state == State::ended) {
             ended = &f;
         } else if (f.state == State::in_warp) {
@@ -345,7 +298,7 @@ bool release_barrier(unsigned rank) {
             throw std::runtime_error(s.str());
         } else if (first == nullptr) {
             first = &f;
-        } else if (!(first->site == f.site) || first->state != f.state) {
+        } else if (!(first->site == f.site)) {
             throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", " + name(f) +
                                      " at " + name(f.site));
         }
@@ -353,120 +306,91 @@ bool release_barrier(unsigned rank) {
     if (ended != nullptr)
         throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", but " +
                                  name(*ended) + " has ended");
-    if (first->state == State::in_cluster) return false;
-    for (unsigned i = 0; i < block_threads; i++) fibers[rank * block_threads + i]->state = State::ready;
+    for (unsigned i = 0; i < block_threads; i++) fibers[i]->state = State::ready;
     counters.barriers++;
-    return true;
 }
 
-// Ends the turn of a gate of the running block when all has arrived.
+// Ends the turn of a gate when all has arrived.
 void end_turn(unsigned number) {
-    Gate &gate = running->gates[number];
+    Gate &gate = gates[number];
     if (!gate.expects || gate.arrived < gate.expected) return;
     gate.turn++;
     gate.expects = false;
     gate.expected = gate.asked = gate.arrived = 0;
-    const unsigned first = static_cast<unsigned>(running - blocks) * block_threads;
-    for (unsigned i = first; i < first + block_threads; i++)
+    for (unsigned i = 0; i < block_threads; i++)
         if (fibers[i]->state == State::at_gate && fibers[i]->gate == number) fibers[i]->state = State::ready;
 }
 
-// A bulk copy of the running block arrives. On a GPU its bytes may move at any time since it was asked for.
+// A bulk copy arrives. On a GPU its bytes may move at any time since it was asked for.
 void arrive(size_t which) {
-    const BulkCopy copy = std::move(running->bulk[which]);
-    running->bulk.erase(running->bulk.begin() + static_cast<std::ptrdiff_t>(which));
+    const BulkCopy copy = std::move(under_way[which]);
+    under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(which));
     const size_t bytes = copy.bytes.size();
     const auto poison = [](unsigned char byte) { return byte == kPoison; };
     const std::string what = " of the bulk copy asked for at " + name(copy.site) + " has been written while it was on its way";
     if (!std::all_of(copy.to, copy.to + bytes, poison)) throw std::runtime_error("the destination" + what);
     if (std::memcmp(copy.from, copy.bytes.data(), bytes) != 0) throw std::runtime_error("the source" + what);
     std::memcpy(copy.to, copy.bytes.data(), bytes);
-    running->gates[copy.gate].arrived += static_cast<long long>(bytes);
+    gates[copy.gate].arrived += static_cast<long long>(bytes);
     end_turn(copy.gate);
 }
 
-// Some of the bulk copies of the running block that nothing makes arrive yet.
+// Some of the bulk copies that nothing makes arrive yet.
 void arrive_some() {
-    while (!running->bulk.empty() && next_random() % kAlways < running->prompt) arrive(next_random() % running->bulk.size());
+    while (!under_way.empty() && next_random() % kAlways < prompt) arrive(next_random() % under_way.size());
 }
 
-// Called when no fiber of a block can go on: bulk copies of a gate that one of them waits for arrive. Returns false when
+// Called when no fiber can go on: bulk copies of a gate that one of them waits for arrive. Returns false when
 // there are none; throws when there never will be.
-bool arrive_awaited(unsigned rank) {
+bool arrive_awaited() {
     const Fiber *waits = nullptr;
     std::vector<unsigned> awaited;
-    for (unsigned i = rank * block_threads; i < (rank + 1) * block_threads; i++) {
+    for (unsigned i = 0; i < block_threads; i++) {
         const Fiber &f = *fibers[i];
         if (f.state != State::at_gate) continue;
         if (waits == nullptr) waits = &f;
         const auto comes = [&](const BulkCopy &copy) { return copy.gate == f.gate; };
-        if (std::any_of(running->bulk.begin(), running->bulk.end(), comes)) awaited.push_back(f.gate);
+        if (std::any_of(under_way.begin(), under_way.end(), comes)) awaited.push_back(f.gate);
         if (!awaited.empty() && !shuffled) break;
     }
     if (waits == nullptr) return false;
     if (awaited.empty()) {
-        const Gate &g = running->gates[waits->gate];
+        const Gate &g = gates[waits->gate];
         throw std::runtime_error("deadlock: " + name(*waits) + " waits at " + name(waits->site) + " for " +
                                  name(g, waits->turn) + ", which expects " +
                                  (g.expects ? std::to_string(g.expected) + " bytes, of which " : "nothing yet; ") +
                                  std::to_string(g.asked) + (g.expects ? " were asked for" : " bytes were asked for"));
     }
     const unsigned gate = awaited[shuffled ? next_random() % awaited.size() : 0];
-    for (size_t i = running->bulk.size(); i-- > 0;)
-        if (running->bulk[i].gate == gate) arrive(i);
+    for (size_t i = under_way.size(); i-- > 0;)
+        if (under_way[i].gate == gate) arrive(i);
     return true;
 }
 
-// Lets every fiber of a block that can go on do so once; false when none could, and none of them can now.
-bool run_once(unsigned rank, std::vector<unsigned> &order) {
-    if (blocks[rank].ended == block_threads) return false;
-    enter(blocks[rank]);
-    if (shuffled) shuffle_order(order);
-    bool progress = false;
-    for (unsigned i : order) {
-        Fiber &f = *fibers[rank * block_threads + i];
-        if (f.state != State::ready) continue;
-        progress = true;
-        resume(f);
-        if (!error.empty()) throw std::runtime_error(error);
-    }
-    if (!progress) return arrive_awaited(rank) || release_barrier(rank);
-    arrive_some();
-    return true;
-}
-
-// The blocks from `first` on; `order` is that of the threads of a block.
-void run_cluster(const uint3 &first, std::vector<unsigned> &order) {
-    running = nullptr;
-    cluster_arrived = 0;
-    std::vector<unsigned> ranks(cluster_blocks);
-    for (unsigned rank = 0; rank < cluster_blocks; rank++) {
-        ranks[rank] = rank;
-        start_block(rank, {first.x + rank, first.y, first.z});
-    }
-    for (bool progress = true; progress;) {
-        progress = false;
-        if (shuffled) shuffle_order(ranks);
-        for (unsigned rank : ranks) {
-            // As far ahead of the others as it gets, or, shuffled, sometimes a step alone.
-            const bool far = cluster_blocks == 1 || !shuffled || next_random() % 2;
-            while (run_once(rank, order)) {
-                progress = true;
-                if (!far) break;
-            }
+// One block to its end; `order` is that of its threads.
+void run_block(std::vector<unsigned> &order) {
+    start_block();
+    while (ended_threads < block_threads) {
+        if (shuffled) shuffle_order(order);
+        bool progress = false;
+        for (unsigned i : order) {
+            Fiber &f = *fibers[i];
+            if (f.state != State::ready) continue;
+            progress = true;
+            resume(f);
+            if (!error.empty()) throw std::runtime_error(error);
         }
+        if (progress)
+            arrive_some();
+        else if (!arrive_awaited())
+            release_barrier();
     }
-    const Fiber *waits = nullptr, *ended = nullptr;
-    for (unsigned i = 0; i < cluster_blocks * block_threads; i++)
-        (fibers[i]->state == State::ended ? ended : waits) = fibers[i].get();
-    if (waits != nullptr)
-        throw std::runtime_error("divergent barrier: " + name(*waits) + " waits for its cluster at " + name(waits->site) +
-                                 ", but " + name(*ended) + " has ended");
     // What lies behind dynamic shared memory must still be poison.
-    for (unsigned rank = 0; rank < cluster_blocks; rank++)
-        for (size_t i = shared_bytes; i < shared_room; i++)
-            if (blocks[rank].dynamic[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
+    for (size_t i = shared_bytes; i < shared_room; i++)
+        if (shared_base[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
 }
+
+Fiber &fiber_of(const Warp &warp, int lane) { return *fibers[32 * (&warp - warps.data()) + lane]; }
 
 int source_lane(const Warp &warp, int lane) {
     const int width = warp.width[lane], arg = warp.arg[lane];
@@ -505,7 +429,7 @@ void complete(Warp &warp, unsigned mask, int lane) {
     for (int l = 0; l < 32; l++) {
         if (!(mask >> l & 1u)) continue;
         if (warp.mask[l] != mask || warp.kind[l] != warp.kind[lane] || !(warp.site[l] == warp.site[lane]))
-            fail("divergent warp operation: " + name(*fibers[warp.lane_to_fiber[lane]]) + " at " + name(warp.site[lane]) +
+            fail("divergent warp operation: " + name(fiber_of(warp, lane)) + " at " + name(warp.site[lane]) +
                  " names lane " + std::to_string(l) + ", which is at " + name(warp.site[l]) + " or has another mask");
         ballot |= (warp.value[l] & 1u) << l;
         max = std::max(max, warp.value[l]);
@@ -527,7 +451,7 @@ void complete(Warp &warp, unsigned mask, int lane) {
             warp.result[l] = warp.value[source];
         }
         }
-        Fiber &f = *fibers[warp.lane_to_fiber[l]];
+        Fiber &f = fiber_of(warp, l);
         if (f.state == State::in_warp) f.state = State::ready;
     }
     warp.arrived &= ~mask;
@@ -535,77 +459,11 @@ void complete(Warp &warp, unsigned mask, int lane) {
 
 }  // namespace
 
-unsigned char *dynamic_shared() { return running->dynamic; }
+unsigned char *dynamic_shared() { return shared_base; }
 
 void block_barrier(Site site) {
     current->site = site;
     suspend(State::at_barrier);
-}
-
-int cluster_rank() { return static_cast<int>(current->block); }
-int cluster_size() { return static_cast<int>(cluster_blocks); }
-
-namespace {
-
-// All threads of a block must arrive, and wait, at one place; blocks may differ.
-void check_site(Site &first, unsigned &count, Site site, const char *what) {
-    if (count == 0) first = site;
-    count = (count + 1) % block_threads;  // nobody is here again before all have been
-    if (!(first == site))
-        fail("divergent barrier: " + name(*current) + " " + what + " at " + name(site) +
-             ", another thread of its block at " + name(first));
-}
-
-}  // namespace
-
-void cluster_arrive(Site site) {
-    Fiber &self = *current;
-    if (self.phase != Phase::outside)
-        fail(name(self) + " calls cluster_arrive at " + name(site) + " without cluster_wait since the last one");
-    check_site(running->arrive_site, running->arrived, site, "calls cluster_arrive");
-    self.phase = Phase::arrived;
-    self.reached = false;
-    if (++cluster_arrived < cluster_blocks * block_threads) return;
-    cluster_arrived = 0;
-    for (unsigned i = 0; i < cluster_blocks * block_threads; i++) {
-        fibers[i]->phase = Phase::passed;
-        if (fibers[i]->state == State::in_cluster) fibers[i]->state = State::ready;
-    }
-    counters.barriers++;
-}
-
-void cluster_wait(Site site) {
-    Fiber &self = *current;
-    if (self.phase == Phase::outside) fail(name(self) + " calls cluster_wait at " + name(site) + " without cluster_arrive");
-    self.site = site;
-    if (self.phase == Phase::arrived) suspend(State::in_cluster);
-    check_site(running->wait_site, running->waited, site, "calls cluster_wait");
-    self.phase = Phase::outside;
-    self.all_began = true;
-}
-
-unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
-    Fiber &self = *current;
-    const auto at = static_cast<unsigned char *>(const_cast<void *>(shared));
-    const auto who = [&] { return name(self) + " at " + name(site); };
-    if (rank < 0 || rank >= cluster_size())
-        fail(who() + " names block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_blocks));
-    if (reinterpret_cast<uintptr_t>(at) % bytes)
-        fail(who() + " accesses " + std::to_string(bytes) + " bytes that are not aligned to their size");
-    Block &other = blocks[rank];
-    const bool dynamic = in_dynamic(at, bytes);
-    if (!dynamic && !in_statics(at, bytes))
-        fail(who() + " names an address that is not in its shared memory");
-    if (&other == running) return at;
-    if (!self.all_began)
-        fail(who() + " accesses shared memory of block " + name(other.index) +
-             " before its first cluster barrier, when that block may not have begun");
-    if (other.ended)
-        fail(who() + " accesses shared memory of block " + name(other.index) + ", of which threads have ended");
-    self.reached = true;
-    self.reach_site = site;
-    self.reached_block = static_cast<unsigned>(rank);
-    return dynamic ? other.dynamic + (at - running->dynamic) : other.statics.data() + (at - statics());
 }
 
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
@@ -660,7 +518,6 @@ const unsigned char *gate_address(Site site, const unsigned long long *gate) {
 
 unsigned find_gate(Site site, const unsigned long long *gate) {
     const unsigned char *const at = gate_address(site, gate);
-    std::vector<Gate> &gates = running->gates;
     const unsigned number = static_cast<unsigned>(*gate & 0xffffffffu);
     if (*gate >> 32 == kGateMark && number < gates.size() && gates[number].at == at) return number;
     for (const Gate &g : gates)
@@ -687,7 +544,6 @@ void check_bytes(Site site, const Gate &gate) {
 
 void gate_open(Site site, unsigned long long *gate) {
     const unsigned char *const at = gate_address(site, gate);
-    std::vector<Gate> &gates = running->gates;
     for (const Gate &g : gates)
         if (g.at == at) fail(caller_name(site) + " opens a gate a second time");
     *gate = kGateMark << 32 | gates.size();
@@ -697,7 +553,7 @@ void gate_open(Site site, unsigned long long *gate) {
 
 void gate_expect(Site site, unsigned long long *gate, int bytes) {
     const unsigned number = find_gate(site, gate);
-    Gate &g = running->gates[number];
+    Gate &g = gates[number];
     if (bytes < 0 || bytes % 16) fail(caller_name(site) + " expects " + std::to_string(bytes) + " bytes, no multiple of 16");
     if (g.expects) fail(caller_name(site) + " tells " + name(g, g.turn) + " a second time what to expect");
     check_turn(site, g);
@@ -710,7 +566,7 @@ void gate_expect(Site site, unsigned long long *gate, int bytes) {
 
 void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate) {
     const unsigned number = find_gate(site, gate);
-    Gate &g = running->gates[number];
+    Gate &g = gates[number];
     BulkCopy copy{number, static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), {}, site};
     if (bytes <= 0 || bytes % 16) fail(caller_name(site) + " copies " + std::to_string(bytes) + " bytes, no multiple of 16");
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16)
@@ -718,7 +574,7 @@ void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long l
     const size_t size = static_cast<size_t>(bytes);
     if (!in_dynamic(copy.to, size) && !in_statics(copy.to, size))
         fail(caller_name(site) + " copies to what is not in its shared memory");
-    for (const BulkCopy &other : running->bulk)
+    for (const BulkCopy &other : under_way)
         if (copy.to < other.to + other.bytes.size() && other.to < copy.to + size)
             fail(caller_name(site) + " copies to where the bulk copy asked for at " + name(other.site) + " has yet to arrive");
     check_turn(site, g);
@@ -727,20 +583,20 @@ void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long l
     check_bytes(site, g);
     copy.bytes.assign(copy.from, copy.from + size);
     std::memset(copy.to, kPoison, size);
-    running->bulk.push_back(std::move(copy));
-    if (shuffled && next_random() % kAlways < running->prompt) arrive(running->bulk.size() - 1);
+    under_way.push_back(std::move(copy));
+    if (shuffled && next_random() % kAlways < prompt) arrive(under_way.size() - 1);
 }
 
 void gate_wait(Site site, unsigned long long *gate, unsigned turn) {
     const unsigned number = find_gate(site, gate);
     Fiber &self = *current;
-    if (turn == running->gates[number].turn) {
+    if (turn == gates[number].turn) {
         self.site = site;
         self.gate = number;
         self.turn = turn;
         suspend(State::at_gate);
     }
-    Gate &g = running->gates[number];
+    Gate &g = gates[number];
     // The hardware compares parities: it lets the thread pass too early, or make it wait for a turn that need not come.
     if (g.turn != turn + 1)
         fail(caller_name(site) + " waits for " + name(g, turn) + ", which is in turn " + std::to_string(g.turn));
@@ -756,17 +612,11 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         throw std::runtime_error("grid out of range: x is 1 to 2^31-1, y and z are 1 to 65535");
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
-    if (launch.cluster == 0 || launch.cluster > kMaxCluster)
-        throw std::runtime_error("a cluster has 1 to 16 blocks, not " + std::to_string(launch.cluster));
-    if (g.x % launch.cluster)
-        throw std::runtime_error("a grid of " + std::to_string(g.x) + " blocks along x is no multiple of clusters of " +
-                                 std::to_string(launch.cluster));
-    cluster_blocks = launch.cluster;
     block_threads = (unsigned)threads;
-    prepare_fibers(cluster_blocks * block_threads);
+    prepare_fibers(block_threads);
     shared_bytes = launch.shared_bytes;
     shared_room = (launch.shared_bytes + 127) / 128 * 128;
-    for (unsigned rank = 0; rank < cluster_blocks; rank++) blocks[rank].dynamic = shared_memory.place(rank, shared_room);
+    shared_base = shared_memory.place(shared_room);
     grid_dim = g;
     block_dim = b;
     kernel_function = kernel;
@@ -779,12 +629,14 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    std::vector<uint64_t> clusters((size_t)g.x * g.y * g.z / cluster_blocks);
-    for (size_t i = 0; i < clusters.size(); i++) clusters[i] = i * cluster_blocks;
-    if (shuffled) shuffle_order(clusters);
+    std::vector<uint64_t> blocks((size_t)g.x * g.y * g.z);
+    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
+    if (shuffled) shuffle_order(blocks);
     try {
-        for (uint64_t i : clusters)
-            run_cluster({(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))}, order);
+        for (uint64_t i : blocks) {
+            block_index = {(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))};
+            run_block(order);
+        }
     } catch (...) {
         for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
             f->started = false;

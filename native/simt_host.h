@@ -1,11 +1,10 @@
 // The CUDA execution model on one CPU thread, for tests: the kernels under kernels/ compile against this header with
-// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; clusters of blocks run one
-// after another, the blocks of a cluster side by side. It checks what a GPU leaves undefined: divergent barriers, lanes
-// missing from a mask, shared memory read before it is written (poisoned with 0xff before each block), shared memory of a
-// block that may not have begun or may have left. A seed shuffles the order of blocks and fibers, so that a result that
-// depends on the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn
-// of their gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction,
-// no missing fences between a thread's own accesses and bulk copies, and no performance.
+// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; blocks run one after another. It
+// checks what a GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written
+// (poisoned with 0xff before each block). A seed shuffles the order of blocks and fibers, so that a result that depends on
+// the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn of their
+// gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction, no missing
+// fences between a thread's own accesses and bulk copies, and no performance.
 #pragma once
 
 #include <cmath>
@@ -42,14 +41,13 @@ struct Launch {
     uint3 grid, block;
     size_t shared_bytes;  // dynamic shared memory
     uint64_t seed;        // 0: blocks and fibers in index order
-    unsigned cluster = 1; // blocks along x that run side by side
     bool gates = true;    // as from sm_90 on; without, bulk copies are plain ones
 };
 
 // Runs `kernel(args)` on every thread of the launch; throws std::runtime_error on undefined behaviour it sees.
 void run(const Launch &launch, void (*kernel)(const void *args), const void *args);
 
-extern uint3 grid_dim, block_dim, block_index;  // of the running fiber
+extern uint3 grid_dim, block_dim, block_index;
 extern const uint3 *thread_index;  // of the running fiber
 extern bool bulk_gates;            // of the running launch
 unsigned char *dynamic_shared();
@@ -76,13 +74,6 @@ enum class Collective : uint8_t { sync, shuffle_index, shuffle_up, shuffle_down,
 void block_barrier(Site site);
 // All lanes of `mask` meet; returns this lane's result. `arg` is the lane, delta or mask of a shuffle.
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width);
-
-// Clusters: see kernels/port.cuh. The address of what lies at `shared` in the shared memory of block `rank`.
-int cluster_rank();
-int cluster_size();
-void cluster_arrive(Site site);
-void cluster_wait(Site site);
-unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes);
 
 // One warp's D += A B over int8 (16x8x32), registers as PTX's mma.m16n8k32 lays them out.
 struct MmaOperands {
@@ -126,9 +117,8 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
 #define __global__
 #define __forceinline__ inline
 #define __restrict__ __restrict
-// One block runs at a time, so shared memory is static; its section is poisoned before each block, and exchanged when
-// another block of a cluster goes on. Not in a template: g++ ignores the section of a template's static variable
-// (tests/kernels/test_sources.py looks for that).
+// One block runs at a time, so shared memory is static; its section is poisoned before each block. Not in a template:
+// g++ ignores the section of a template's static variable (tests/kernels/test_sources.py looks for that).
 #define __shared__ static __attribute__((section("simt_shared")))
 #define __align__(n) __attribute__((aligned(n)))
 

@@ -22,7 +22,7 @@ const simt::Kernel &find(const std::string &name) {
 }
 
 void launch(const std::string &name, std::array<unsigned, 3> grid, std::array<unsigned, 3> block, size_t shared,
-            const std::string &args, uint64_t seed, unsigned cluster, bool gates) {
+            const std::string &args, uint64_t seed, bool gates) {
     const simt::Kernel &kernel = find(name);
     if (args.size() != kernel.args_size)
         throw py::value_error(name + " takes " + std::to_string(kernel.args_size) + " bytes of arguments, not " +
@@ -30,8 +30,7 @@ void launch(const std::string &name, std::array<unsigned, 3> grid, std::array<un
     alignas(16) char copy[4096];
     if (args.size() > sizeof copy) throw py::value_error("a kernel takes at most 4096 bytes of arguments");
     std::memcpy(copy, args.data(), args.size());
-    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, cluster,
-                                gates};
+    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, gates};
     simt::run(geometry, kernel.run, copy);
 }
 
@@ -42,10 +41,9 @@ PYBIND11_MODULE(_simt, m) {
     m.def(
         "launch",
         [](const std::string &name, std::array<unsigned, 3> grid, std::array<unsigned, 3> block, size_t shared,
-           const py::bytes &args, uint64_t seed, unsigned cluster,
-           bool gates) { launch(name, grid, block, shared, args, seed, cluster, gates); },
+           const py::bytes &args, uint64_t seed, bool gates) { launch(name, grid, block, shared, args, seed, gates); },
         py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared"), py::arg("args"), py::arg("seed") = 0,
-        py::arg("cluster") = 1, py::arg("gates") = true,
+        py::arg("gates") = true,
         "Run one kernel to its end; seed 0 keeps the order of blocks and threads, others shuffle it. Without `gates` bulk "
         "copies are made as below sm_90.");
     m.def("kernels", [] {

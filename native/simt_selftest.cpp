@@ -142,148 +142,6 @@ KERNEL void t_order(const SelftestArgs a) {
     if (linear_thread() == 0) a.out[atomicAdd(a.in, 1)] = linear_block();
 }
 
-// Blocks of a cluster hand values on: each reads from the block that lies `round` ahead, in turns through two buffers in
-// dynamic shared memory, writes to the one behind, and adds what its __shared__ variable says of its block.
-// `arrive_early`: work lies between the halves of the barrier.
-namespace {
-
-struct Exchange {
-    float4 wide;
-    uint2 pair;
-    float number;
-    int count;
-};
-
-void exchange(const SelftestArgs &a, bool barrier, bool arrive_early) {
-    __shared__ int mine[256];
-    DYNAMIC_SHARED(dynamic);
-    const int threads = block_size(), i = linear_thread(), rank = cluster_rank(), size = cluster_size();
-    Exchange *const all = reinterpret_cast<Exchange *>(dynamic), *const got = all + 2 * threads;
-    const int number = linear_block() * threads + i;
-    int total = a.in[number];
-    mine[i] = 1000 * linear_block() + i;
-    cluster_sync();
-    for (int round = 0; round < a.n; round++) {
-        Exchange &e = all[round % 2 * threads + i];
-        const float f = (float)total;
-        e = {{f, f + 1.0f, f + 2.0f, f + 3.0f}, {(unsigned)total, 5u}, f + 4.0f, total + 6};
-        if (arrive_early) {
-            cluster_arrive();
-            __syncthreads();
-            cluster_wait();
-        } else if (barrier) {
-            cluster_sync();
-        }
-        const int from = (rank + round + 1) % size, behind = (rank + size - 1) % size;
-        const float4 wide = cluster_load(&e.wide, from);
-        const uint2 pair = cluster_load(&e.pair, from);
-        const float one = cluster_load(&e.number, from);
-        const int count = cluster_load(&e.count, from);
-        const bool whole = wide.y == wide.x + 1.0f && wide.z == wide.x + 2.0f && wide.w == wide.x + 3.0f && pair.y == 5u &&
-                           one == wide.x + 4.0f && (int)pair.x == (int)wide.x && count == (int)pair.x + 6;
-        // What this block gives to the one behind it: its total and the number of its own thread.
-        cluster_store(&got[i].count, behind, whole ? (int)pair.x : -1000);
-        cluster_store(&got[i].wide, behind, make_float4(1.0f, 2.0f, 3.0f, (float)round));
-        if (barrier || arrive_early) cluster_sync();
-        total = got[i].count + mine[(i + 1) % threads] + (int)got[i].wide.w;
-        __syncthreads();
-    }
-    a.out[number] = total;
-    cluster_sync();
-}
-
-}  // namespace
-
-KERNEL void t_cluster(const SelftestArgs a) { exchange(a, true, false); }
-KERNEL void t_cluster_early(const SelftestArgs a) { exchange(a, true, true); }
-KERNEL void t_missing_cluster_barrier_fault(const SelftestArgs a) { exchange(a, false, false); }
-
-// Static shared memory of another block, by `n`: as it is, or with a mistake.
-KERNEL void t_cluster_access(const SelftestArgs a) {
-    __shared__ int tile[2];
-    DYNAMIC_SHARED(dynamic);
-    int *const values = reinterpret_cast<int *>(dynamic);
-    const int other = cluster_size() - 1 - cluster_rank();
-    int local = 0;
-    if (threadIdx.x == 0) tile[1] = 7 + cluster_rank();
-    if (a.n == 1) a.out[0] = cluster_load(values, other);  // it may not have begun
-    cluster_sync();
-    int v = 0;
-    if (a.n == 0) v = cluster_load(tile + 1, other);
-    if (a.n == 2) v = cluster_load(&local, other);
-    if (a.n == 3) v = cluster_load(values, cluster_size());
-    if (a.n == 4) v = cluster_load(values, -1);
-    if (a.n == 5) v = (int)cluster_load(reinterpret_cast<const uint2 *>(values + 1), other).x;
-    if (a.n == 6) v = cluster_load(values + 32, other);  // the first that the launch did not ask for
-    if (a.n == 7 && cluster_rank() == 1 && threadIdx.x == 3) return;
-    cluster_sync();
-    if (a.n == 8 && cluster_rank() == 0) v = cluster_load(values, other);  // it may have left
-    if (a.n == 9 && cluster_rank() == 0) return;
-    if (a.n == 9) v = cluster_load(values, other);
-    if (a.n == 9) cluster_sync();
-    if (a.n == 10) v = cluster_load(values, cluster_rank());  // its own
-    a.out[linear_block() * block_size() + linear_thread()] = v;
-}
-
-// By `n`: how the barrier of a cluster is called amiss.
-KERNEL void t_cluster_barrier_fault(const SelftestArgs a) {
-    const bool odd = threadIdx.x % 2 != 0, second = cluster_rank() == 1;
-    switch (a.n) {
-    case 0:
-        if (odd)
-            cluster_sync();
-        else
-            cluster_sync();
-        break;
-    case 1:
-        if (!second) cluster_sync();  // the whole block leaves it out
-        break;
-    case 2:
-        if (!second || odd) cluster_sync();  // a part of the block
-        break;
-    case 3:
-        second && odd ? __syncthreads() : cluster_sync();
-        break;
-    case 4: cluster_arrive(); break;
-    case 5: cluster_wait(); break;
-    case 6:
-        cluster_arrive();
-        cluster_arrive();
-        break;
-    case 7:
-        cluster_arrive();
-        if (odd)
-            cluster_wait();
-        else
-            cluster_wait();
-        break;
-    case 8:
-        if (second && threadIdx.x == 0) __syncwarp();
-        cluster_sync();
-        break;
-    default:  // no mistake: blocks may meet from different places
-        if (second)
-            cluster_sync();
-        else
-            cluster_sync();
-    }
-    a.out[linear_block() * block_size() + linear_thread()] = 1;
-}
-
-// Which block of a cluster runs when: out[ticket] = block.
-KERNEL void t_cluster_order(const SelftestArgs a) {
-    for (int i = 0; i < a.n; i++) {
-        if (linear_thread() == 0) a.out[atomicAdd(a.in, 1)] = linear_block();
-        __syncthreads();
-    }
-}
-
-// One int past what the launch asked for, in the block `reserved`.
-KERNEL void t_cluster_overflow_fault(const SelftestArgs a) {
-    DYNAMIC_SHARED(dynamic);
-    if (threadIdx.x == 0 && cluster_rank() == a.reserved) reinterpret_cast<int *>(dynamic)[a.n] = 1;
-}
-
 // Each warp brings `reserved` pieces of 32 ints from `in` to `out` by way of a ring of two places, each with a gate: two
 // lanes ask for the halves of a piece, and all lanes read it the other way round.
 namespace {
@@ -409,7 +267,6 @@ KERNEL void t_bulk_shared(const SelftestArgs a) {
         else
             __syncthreads();
     }
-    cluster_sync();
 }
 
 // How many copies have arrived when they need not: out[block] counts those of eight that a thread sees.
@@ -444,13 +301,6 @@ const std::vector<Kernel> &selftest_kernels() {
         SIMT_KERNEL(t_copy_async, SelftestArgs),
         SIMT_KERNEL(t_missing_copy_wait_fault, SelftestArgs),
         SIMT_KERNEL(t_order, SelftestArgs),
-        SIMT_KERNEL(t_cluster, SelftestArgs),
-        SIMT_KERNEL(t_cluster_early, SelftestArgs),
-        SIMT_KERNEL(t_missing_cluster_barrier_fault, SelftestArgs),
-        SIMT_KERNEL(t_cluster_access, SelftestArgs),
-        SIMT_KERNEL(t_cluster_barrier_fault, SelftestArgs),
-        SIMT_KERNEL(t_cluster_order, SelftestArgs),
-        SIMT_KERNEL(t_cluster_overflow_fault, SelftestArgs),
         SIMT_KERNEL(t_bulk, SelftestArgs),
         SIMT_KERNEL(t_bulk_shared, SelftestArgs),
         SIMT_KERNEL(t_bulk_early, SelftestArgs),

@@ -34,7 +34,6 @@ from kestrel.launch import (
 from kestrel.ops import Op
 
 Mode = Literal["fast", "bitexact", "l2exact"]
-PORTABLE_CLUSTER = 8  # blocks of a cluster that every GPU with clusters runs
 GRAPH_ROWS = 8  # programs of up to this many rows repeat, so they are worth recording
 
 
@@ -48,7 +47,6 @@ class PreparedLaunch:
     parameters: Any  # (c_void_p * 1): its address
     address: int  # of ``parameters``
     early: Any  # driver.CUlaunchConfig that lets it begin while the launch before it runs, or None
-    clustered: Any  # the same for a cluster that waits for the launch before it; None without clusters
     table: CudaBuffer | None  # the device's copy of ``launch.table``
 
 
@@ -118,7 +116,6 @@ class Kernels:
         self._carveout = carveout
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, Any]] = {}
-        self._large_clusters: set[str] = set()  # functions that may be launched with them
         sources = sources or kernel_sources()
         wanted = nvrtc.units(sources, exact=True, fast=fast)
         for unit, path in nvrtc.cubin_paths(wanted, architecture, sources).items():
@@ -131,10 +128,8 @@ class Kernels:
     def names(self) -> list[str]:
         return sorted(self._modules)
 
-    def function(self, name: str, shared_bytes: int, cluster: int = 1) -> Any:
-        """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory and to
-        run in clusters of ``cluster`` blocks.
-        """
+    def function(self, name: str, shared_bytes: int) -> Any:
+        """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory."""
         if name not in self._functions:
             if name not in self._modules:
                 raise BackendError(f"there is no kernel {name}; known are {', '.join(self.names)}")
@@ -151,37 +146,22 @@ class Kernels:
                     f"kernel {name} needs {shared_bytes} bytes of shared memory in a block, more than this "
                     f"GPU has ({error})"
                 ) from error
-        if cluster > PORTABLE_CLUSTER and name not in self._large_clusters:
-            allowed = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            (status,) = self._driver.cuFuncSetAttribute(handle, allowed, 1)
-            if int(status) != 0:
-                raise BackendError(f"kernel {name} cannot run in clusters of {cluster} blocks: {status.name}")
-            self._large_clusters.add(name)
         return handle
 
 
-def launch_config(launch: Launch, *, early: bool) -> Any:
-    """The driver's configuration of a launch but for its stream; ``early``: a programmatic dependent one."""
+def early_config(launch: Launch) -> Any:
+    """The driver's configuration of a programmatic dependent launch, but for its stream."""
     from cuda.bindings import driver
 
-    kinds, attributes = driver.CUlaunchAttributeID, []
-    if early:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if launch.cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = launch.cluster, 1, 1
-        attributes.append(attribute)
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
     config.sharedMemBytes = launch.shared
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
+    config.attrs = [attribute]
+    config.numAttrs = 1
     return config
 
 
@@ -277,11 +257,7 @@ class CudaBackend:
         self.name = f"cuda:{device_index}"
         self.mode: Mode = mode
         self.graph = graph
-        limits = Tuning(
-            sms=self.device.multiprocessors,
-            shared_limit=self.device.shared_bytes_per_block,
-            max_cluster=16 if self.device.capability >= (9, 0) else 1,
-        )
+        limits = Tuning(sms=self.device.multiprocessors, shared_limit=self.device.shared_bytes_per_block)
         self.tuning = limits if tuning is None else tuning
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         with self._device():
@@ -395,20 +371,12 @@ class CudaBackend:
                 self.write(table, content)
                 arguments.table = table.ptr
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            if launch.cluster > self.tuning.max_cluster:
-                raise BackendError(
-                    f"kernel {launch.kernel} wants clusters of {launch.cluster} blocks, more than the "
-                    f"{self.tuning.max_cluster} of {self.name}"
-                )
-            function = self._kernels.function(launch.kernel, launch.shared, launch.cluster)
+            function = self._kernels.function(launch.kernel, launch.shared)
             can = self.tuning.programmatic and self.device.capability >= (9, 0)
             made = launch.kernel.removesuffix("_fast") in PROGRAMMATIC
-            early = launch_config(launch, early=True) if can and made else None
-            clustered = launch_config(launch, early=False) if launch.cluster > 1 else None
+            early = early_config(launch) if can and made else None
             address = ctypes.addressof(parameters)
-            prepared.append(
-                PreparedLaunch(launch, function, arguments, parameters, address, early, clustered, table)
-            )
+            prepared.append(PreparedLaunch(launch, function, arguments, parameters, address, early, table))
         return prepared
 
     def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> PreparedPlan:
@@ -424,12 +392,9 @@ class CudaBackend:
         driver, stream = self._driver, self._handles[side]
         for number, item in enumerate(prepared):
             launch = item.launch
-            config = item.clustered
             if item.early is not None and (number > 0 or not alone):
-                config = item.early
-            if config is not None:
-                config.hStream = stream
-                (status,) = driver.cuLaunchKernelEx(config, item.function, item.address, 0)
+                item.early.hStream = stream
+                (status,) = driver.cuLaunchKernelEx(item.early, item.function, item.address, 0)
             else:
                 (status,) = driver.cuLaunchKernel(
                     item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0
@@ -437,8 +402,7 @@ class CudaBackend:
             if int(status) != 0:
                 raise BackendError(
                     f"{self.name} refused kernel {launch.kernel} with grid {launch.grid}, "
-                    f"block {launch.block}, clusters of {launch.cluster}, {launch.shared} bytes of shared "
-                    f"memory: {status.name}"
+                    f"block {launch.block}, {launch.shared} bytes of shared memory: {status.name}"
                 )
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> tuple[Any, npt.NDArray[Any]]:

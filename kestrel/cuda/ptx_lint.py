@@ -157,10 +157,9 @@ def early_findings(
             if begins and name.removesuffix("_fast") not in first:
                 findings.append(Finding(name, "next kernel begun ahead of the wait", number, code.strip()))
             base, *modifiers = opcode.split(".")
-            # Shared memory of another block of the cluster (shared::cluster) is of this launch, too.
-            spaces = {modifier.split("::")[0] for modifier in modifiers}
-            own = {"param", "shared", "const", "local"} & spaces
-            memory = base in ("ld", "st", "atom", "red") and not own
+            memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
+                modifiers
+            )
             if memory and not (base == "ld" and {"nc", "cg"} & set(modifiers)):
                 findings.append(Finding(name, "access ahead of griddepcontrol.wait", number, code.strip()))
         findings.append(Finding(name, "launched early without griddepcontrol.wait", body[0][0], name))

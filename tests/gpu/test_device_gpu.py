@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kestrel.cuda import compile as nvrtc
 from kestrel.cuda import device
 from kestrel.cuda.device import CudaBackend
 from kestrel.cuda.graph import Graph
@@ -18,7 +17,7 @@ from kestrel.cuda.memory import STAGING_BYTES
 from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.engine import Engine
 from kestrel.errors import BackendError, NonFiniteError
-from kestrel.launch import Launch, Tuning
+from kestrel.launch import Launch
 from kestrel.ops import WType
 from kestrel.sampling import SamplingParams
 from tests.support.dumps import difference, generate
@@ -146,48 +145,34 @@ def test_a_second_process_uses_the_same_gpu(gpu: CudaBackend) -> None:
     assert result.stdout.strip() == str(expected), result.stderr
 
 
-# out[block][thread] += 1000 * (block `cluster - 1 - rank` of the cluster) + thread, by way of shared memory.
-CLUSTER = b"""
+# out = 2 out + thread, by way of shared memory: a launch that did not wait for the one before shows.
+DOUBLE = b"""
 #include "port.cuh"
-struct ClusterArgs { int *out; };
-KERNEL void k_cluster(const ClusterArgs a) {
+struct DoubleArgs { int *out; };
+KERNEL void k_double(const DoubleArgs a) {
     DYNAMIC_SHARED(shared);
-    float4 *const given = (float4 *)shared, *const got = given + blockDim.x;
-    const int i = threadIdx.x, other = cluster_size() - 1 - cluster_rank();
-    given[i] = make_float4(0.0f, 0.0f, 0.0f, (float)i);
-    cluster_sync();
+    int *const given = (int *)shared, *const out = a.out + blockIdx.x * blockDim.x;
+    const int i = threadIdx.x, n = blockDim.x;
+    given[n - 1 - i] = n - 1 - i;
+    __syncthreads();
     wait_for_previous();
     start_next();
-    const float thread = cluster_load(&given[i], other).w;
-    cluster_store((int *)&got[i].y, other, (int)(1000u * blockIdx.x));
-    cluster_arrive();
-    cluster_wait();
-    a.out[blockIdx.x * blockDim.x + i] += ((int *)&got[i])[1] + (int)thread;
+    out[i] = 2 * out[i] + given[i];
 }
 """
 
 
-class ClusterArgs(ctypes.Structure):
+class DoubleArgs(ctypes.Structure):
     _fields_ = [("out", ctypes.c_uint64)]
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("cluster", [1, 2, 8, 16])
-def test_blocks_of_a_cluster_exchange_values(
-    cluster: int, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = KernelSources({"planted.cu": CLUSTER}, kernel_sources().headers)
-    for module in (nvrtc, device):
-        monkeypatch.setattr(module, "kernel_sources", lambda: sources)
-    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_cluster"} if early else ()))
-    backend = CudaBackend(0)
+def test_a_launch_waits_for_the_one_before(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_double"} if early else ()))
+    backend = CudaBackend(0, sources=KernelSources({"planted.cu": DOUBLE}, kernel_sources().headers))
     threads, shared = 128, 64 << 10  # more than a block may take without asking
     out = backend.zeros((32, threads), np.int32)
-    launch = Launch("k_cluster", (32, 1, 1), (threads, 1, 1), shared, ClusterArgs(out.ptr), cluster)
-    if cluster > backend.tuning.max_cluster:
-        with pytest.raises(BackendError, match="more than the 1 of"):
-            backend.prepare([launch])
-        return
+    launch = Launch("k_double", (32, 1, 1), (threads, 1, 1), shared, DoubleArgs(out.ptr))
     with backend.current():
         prepared = backend.prepare([launch] * 3)
         backend.launch(prepared)
@@ -197,13 +182,9 @@ def test_blocks_of_a_cluster_exchange_values(
         graph = Graph.record(backend.stream, lambda: backend.launch(prepared))
         graph.launch()
         backend.synchronize()
-    block = np.arange(32).reshape(-1, cluster)[:, ::-1].reshape(32, 1)
-    np.testing.assert_array_equal(backend.read(out), 9 * (1000 * block + np.arange(threads)))
-    if cluster > 1:
-        with backend.current(), pytest.raises(BackendError, match=f"refused .* clusters of {cluster}"):
-            backend.launch(backend.prepare([replace(launch, grid=(cluster + 1, 1, 1))]))
-        narrow = CudaBackend(0, tuning=Tuning(max_cluster=cluster - 1))
-        with narrow.current(), pytest.raises(BackendError, match=f"more than the {cluster - 1} of"):
-            narrow.prepare([launch])
-        narrow.close()
+    expected = np.tile((2**9 - 1) * np.arange(threads), (32, 1))
+    np.testing.assert_array_equal(backend.read(out), expected)
+    message = r"refused kernel k_double with grid \(1, 65536, 1\)"
+    with backend.current(), pytest.raises(BackendError, match=message):
+        backend.launch(backend.prepare([replace(launch, grid=(1, 65536, 1))]))
     backend.close()

@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kestrel.launch import Launch
-
 _simt = pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
-from kestrel.simt import aligned_empty, run_launch  # noqa: E402
+from kestrel.simt import aligned_empty  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,12 +41,11 @@ def launch(
     shared: int = 0,
     n: int = 0,
     seed: int = 0,
-    cluster: int = 1,
     reserved: int = 0,
     gates: bool = True,
 ) -> npt.NDArray[np.int32]:
     args = SelftestArgs(out.ctypes.data, 0 if source is None else source.ctypes.data, n, reserved)
-    _simt.launch(kernel, grid, block, shared, bytes(args), seed, cluster, gates)
+    _simt.launch(kernel, grid, block, shared, bytes(args), seed, gates)
     return out
 
 
@@ -185,9 +182,6 @@ def test_a_seed_shuffles_the_order_of_blocks() -> None:
         ({"grid": (0, 1, 1)}, "grid out of range"),
         ({"grid": (1, 65536, 1)}, "grid out of range"),
         ({"shared": 228 << 10}, "227 KB"),
-        ({"cluster": 0}, "1 to 16 blocks, not 0"),
-        ({"cluster": 17, "grid": (17, 1, 1)}, "1 to 16 blocks, not 17"),
-        ({"cluster": 4, "grid": (6, 4, 1)}, "6 blocks along x is no multiple of clusters of 4"),
     ],
 )
 def test_geometry_is_checked(geometry: dict[str, Dim3 | int], message: str) -> None:
@@ -200,174 +194,6 @@ def test_names_and_argument_sizes_are_checked() -> None:
         launch("k_nothing", ints(1))
     with pytest.raises(ValueError, match="takes 24 bytes of arguments, not 3"):
         _simt.launch("t_grid", (1, 1, 1), (1, 1, 1), 0, b"abc", 0)
-
-
-# -- clusters ------------------------------------------------------------------------------------------------
-
-ROUNDS = 5
-
-
-def exchanged(source: npt.NDArray[np.int32], cluster: int) -> npt.NDArray[np.int32]:
-    """What t_cluster makes of source [clusters, blocks, threads]."""
-    clusters, blocks, threads = source.shape
-    block = np.arange(clusters * blocks).reshape(clusters, blocks, 1)
-    mine = 1000 * block + np.roll(np.arange(threads), -1)
-    total = source.astype(np.int64)
-    for turn in range(ROUNDS):
-        total = np.roll(total, -(turn + 2), axis=1) + mine + turn
-    return total.astype(np.int32)
-
-
-def run_exchange(
-    kernel: str, cluster: int, threads: int, seed: int, clusters: Dim3 = (2, 1, 1)
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    shape = (int(np.prod(clusters)), cluster, threads)
-    source = np.random.default_rng(seed).integers(0, 1000, shape).astype(np.int32)
-    out = launch(
-        kernel,
-        ints(*shape),
-        source,
-        grid=(clusters[0] * cluster, *clusters[1:]),
-        block=(threads, 1, 1),
-        shared=3 * 32 * threads,
-        n=ROUNDS,
-        seed=seed,
-        cluster=cluster,
-    )
-    return out, exchanged(source, cluster)
-
-
-@pytest.mark.parametrize("kernel", ["t_cluster", "t_cluster_early"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("cluster", "threads"), [(1, 64), (2, 33), (3, 32), (8, 96), (16, 256)])
-def test_blocks_of_a_cluster_exchange_values(kernel: str, cluster: int, threads: int, seed: int) -> None:
-    np.testing.assert_array_equal(*run_exchange(kernel, cluster, threads, seed))
-
-
-def test_clusters_lie_along_x() -> None:
-    np.testing.assert_array_equal(*run_exchange("t_cluster", 4, 32, 3, clusters=(3, 2, 2)))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_missing_cluster_barrier_gives_wrong_values(seed: int) -> None:
-    out, expected = run_exchange("t_missing_cluster_barrier_fault", 4, 64, seed)
-    assert (out != expected).mean() > 0.5
-
-
-def cluster_launch(kernel: str, n: int, seed: int = 0, cluster: int = 2) -> npt.NDArray[np.int32]:
-    geometry = {"grid": (2, 1, 1), "block": (64, 1, 1), "shared": 128}
-    return launch(kernel, ints(2, 64), n=n, seed=seed, cluster=cluster, **geometry)  # type: ignore[arg-type]
-
-
-def test_a_block_that_has_left_cannot_be_reached() -> None:
-    # In order, block 0 is the first to go on behind the second barrier.
-    with pytest.raises(RuntimeError, match=r"block \(0,0,0\), of which threads have ended"):
-        cluster_launch("t_cluster_access", 9)
-    # Here the other block is still there; it need not be.
-    with pytest.raises(RuntimeError, match="when that block may have ended"):
-        cluster_launch("t_cluster_access", 8)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_static_and_own_shared_memory_can_be_reached(seed: int) -> None:
-    assert cluster_launch("t_cluster_access", 0, seed).tolist() == [[8] * 64, [7] * 64]
-    assert cluster_launch("t_cluster_access", 0, seed, cluster=1).tolist() == [[7] * 64] * 2
-    assert (cluster_launch("t_cluster_access", 10, seed) == -1).all()
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("n", "message"),
-    [
-        (1, "before its first cluster barrier, when that block may not have begun"),
-        (2, "not in its shared memory"),
-        (3, "names block 2 of a cluster of 2"),
-        (4, "names block -1 of a cluster of 2"),
-        (5, "8 bytes that are not aligned"),
-        (6, "not in its shared memory"),
-        (7, r"thread \(3,0,0\) of block \(1,0,0\) has ended"),
-        (8, "after its last cluster barrier, when that block may have ended|of which threads have ended"),
-        (9, r"of which threads have ended|waits for its cluster at .* of block \(0,0,0\) has ended"),
-    ],
-)
-def test_an_access_to_another_block_is_checked(n: int, message: str, seed: int) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        cluster_launch("t_cluster_access", n, seed)
-    np.testing.assert_array_equal(*run_exchange("t_cluster", 2, 32, seed))  # nothing is left behind
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("n", "message"),
-    [
-        (0, "divergent barrier: .* calls cluster_arrive at .*, another thread of its block at"),
-        (1, r"divergent barrier: .* waits for its cluster at .*, but .* of block \(1,0,0\) has ended"),
-        (2, r"divergent barrier: .* of block \(1,0,0\) has ended"),
-        (3, r"divergent barrier: thread .* of block \(1,0,0\) waits at .*, thread .* at "),
-        (4, "ended between cluster_arrive and cluster_wait"),
-        (5, "calls cluster_wait at .* without cluster_arrive"),
-        (6, "calls cluster_arrive at .* without cluster_wait"),
-        (7, "divergent barrier: .* at .*, (another thread of its block|thread .*) at"),
-        (8, "deadlock: .* of block .1,0,0. waits in the warp operation"),
-    ],
-)
-def test_a_barrier_of_a_cluster_is_checked(n: int, message: str, seed: int) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        cluster_launch("t_cluster_barrier_fault", n, seed)
-
-
-def test_a_barrier_of_a_cluster_names_the_line_that_calls_it() -> None:
-    with pytest.raises(RuntimeError, match=r"simt_selftest\.cpp:\d+, another .* simt_selftest\.cpp:\d+"):
-        cluster_launch("t_cluster_barrier_fault", 0)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_blocks_of_a_cluster_may_meet_from_different_places(seed: int) -> None:
-    assert (cluster_launch("t_cluster_barrier_fault", 9, seed) == 1).all()
-
-
-def test_every_block_of_a_cluster_starts_as_poison() -> None:
-    for seed in (0, 1):
-        out = launch("t_uninitialised_shared", ints(64), grid=(6, 1, 1), shared=128, seed=seed, cluster=3)
-        np.testing.assert_array_equal(out, ints(64, value=-1))
-
-
-def test_a_seed_shuffles_the_blocks_of_a_cluster() -> None:
-    orders = []
-    for seed in (0, 1, 2, 1):
-        out = launch("t_cluster_order", ints(24), ints(1, value=0), grid=(8, 1, 1), n=3, seed=seed, cluster=4)
-        assert sorted(out.tolist()) == sorted([*range(8)] * 3)
-        assert len({block // 4 for block in out[:12]}) == 1, "one cluster after the other"
-        orders.append(out.tolist())
-    assert orders[0] == sorted(orders[0]), "in order, each as far as it gets"
-    assert orders[1] != orders[0]
-    assert orders[1] != orders[2]
-    assert orders[1] == orders[3]
-    assert any(order != sorted(order, key=order.index) for order in orders), "blocks take turns"
-
-
-@pytest.mark.parametrize("block", [0, 1, 15])
-def test_dynamic_shared_memory_of_every_block_has_an_end(block: int) -> None:
-    geometry = {"grid": (16, 1, 1), "shared": 64, "cluster": 16, "reserved": block}
-    launch("t_cluster_overflow_fault", ints(1), n=15, **geometry)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="past the end of dynamic shared memory"):
-        launch("t_cluster_overflow_fault", ints(1), n=16, **geometry)  # type: ignore[arg-type]
-    code = (
-        "from tests.kernels.test_shim import ints, launch\n"
-        f"launch('t_cluster_overflow_fault', ints(1), n=40, **{geometry})\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == -signal.SIGSEGV
-    assert "simt: an access past the end of dynamic shared memory" in ended.stderr
-
-
-def test_the_backend_runs_a_launch_in_its_clusters() -> None:
-    out = ints(2, 64)
-    args = SelftestArgs(out.ctypes.data, 0, 0, 0)
-    run_launch(Launch("t_cluster_access", (2, 1, 1), (64, 1, 1), 128, args, cluster=2))
-    assert out.tolist() == [[8] * 64, [7] * 64]
-    run_launch(Launch("t_cluster_access", (2, 1, 1), (64, 1, 1), 128, args))
-    assert out.tolist() == [[7] * 64] * 2
 
 
 # -- bulk copies ---------------------------------------------------------------------------------------------
@@ -454,8 +280,8 @@ def test_an_error_of_a_bulk_copy_names_the_line() -> None:
 def bulk_shared(n: int, seed: int) -> npt.NDArray[np.int32]:
     source = aligned_empty((128,), np.int32)
     source[:] = np.arange(128)
-    geometry = {"grid": (2, 1, 1), "block": (96, 1, 1), "cluster": 2}
-    return launch("t_bulk_shared", ints(2, 96), source, n=n, seed=seed, **geometry)  # type: ignore[arg-type]
+    out, grid, block = ints(2, 96), (2, 1, 1), (96, 1, 1)
+    return launch("t_bulk_shared", out, source, grid=grid, block=block, n=n, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(8))

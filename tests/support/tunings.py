@@ -6,7 +6,6 @@ from __future__ import annotations
 VARIANTS: dict[str, tuple[int, ...]] = {
     "sms": (1, 200),
     "shared_limit": (20_000, 99 * 1024),
-    "max_cluster": (1, 4),
     "elementwise_threads": (32, 1024),
     "norm_threads": (32, 512),
     "qk_norm_heads": (1, 7),
