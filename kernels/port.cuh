@@ -201,8 +201,8 @@ DEVICE void plain_bulk_wait() {
 }
 #endif
 
-// 16 bytes of another kernel's output to shared memory, by way of a register; there behind a barrier. Where all of L1 is
-// shared memory, as in a decode step, one copy_async_16 takes thousands of cycles, this 500.
+// 16 bytes of another kernel's output to shared memory, by way of a register; there behind a barrier. In the kernels of a
+// decode step one copy_async_16 takes thousands of cycles, this 500.
 DEVICE void copy_16(void *shared, const void *global) { *(uint4 *)shared = load_l2((const uint4 *)global); }
 
 // BULK_GATES: whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a
