@@ -14,7 +14,7 @@ DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
     const uint4 *const source = (const uint4 *)((const unsigned short *)w.codes + (long long)row * w.k);
     const int steps = w.k / 8;  // of 16 bytes: a weight for each lane
 #if KESTREL_FAST
-    for (int i = lane_id(); i < steps; i += 32) tile[i] = load_streaming(source + i);
+    for (int i = lane_id(); i < steps; i += 32) tile[i] = load_once(source + i);
     (void)pitch;
 #else
     // A thread transposes eight steps times eight lanes.
@@ -22,7 +22,7 @@ DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
         uint4 in[8];
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            in[j] = 8 * unit + j < steps ? load_streaming(source + 8 * unit + j) : make_uint4(0, 0, 0, 0);
+            in[j] = 8 * unit + j < steps ? load_once(source + 8 * unit + j) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int l = 0; l < 8; l += 2) {
             unsigned word[8];  // lanes l and l + 1 of each step

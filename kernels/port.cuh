@@ -15,14 +15,21 @@
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define LAUNCH_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
 
-// How L2 treats what is read once per pass: it leaves first, and activations and the KV cache stay.
+// How L2 treats what is read once in a step: it leaves first, and activations and the KV cache stay.
 DEVICE unsigned long long leaves_first() {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// 16 bytes of weights, which need not displace the activations in L1 either.
+// 16 bytes of weights, which need not displace the activations in L1: load_once of those that nobody reads a second time.
 DEVICE uint4 load_streaming(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+DEVICE uint4 load_once(const void *p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -47,13 +54,38 @@ DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned a_low, unsigned 
         : "r"(a), "r"(a_low), "r"(b), "r"(b_low));
     return count;
 }
-// What another block of this launch wrote: past L1, which is not coherent.
-DEVICE float load_l2(const float *p) { return __ldcg(p); }
-DEVICE float2 load_l2(const float2 *p) { return __ldcg(p); }
-DEVICE float4 load_l2(const float4 *p) { return __ldcg(p); }
-DEVICE uint4 load_l2(const uint4 *p) { return __ldcg(p); }
-DEVICE int load_l2(const int *p) { return __ldcg(p); }
-DEVICE unsigned load_l2(const unsigned *p) { return __ldcg(p); }
+// What another block of this launch, or the launch before, wrote: past L1, which is not coherent. Volatile, so that the
+// compiler leaves it behind wait_for_previous.
+DEVICE float load_l2(const float *p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+DEVICE float2 load_l2(const float2 *p) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+    return v;
+}
+DEVICE float4 load_l2(const float4 *p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    return v;
+}
+DEVICE uint4 load_l2(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+DEVICE int load_l2(const int *p) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+DEVICE unsigned load_l2(const unsigned *p) {
+    unsigned v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 
 // A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
 // value itself not later than here.
@@ -156,6 +188,7 @@ DEVICE void start_next() {}
 #define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
 
 DEVICE uint4 load_streaming(const void *p) { return *static_cast<const uint4 *>(p); }
+DEVICE uint4 load_once(const void *p) { return *static_cast<const uint4 *>(p); }
 DEVICE unsigned short load_streaming_u16(const unsigned short *p) { return *p; }
 DEVICE float load_weight(const float *p) { return *p; }
 DEVICE float2 load_weight(const float2 *p) { return *p; }

@@ -97,7 +97,7 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
 #pragma unroll
                 for (int b = 0; b < BLOCKS; b++) {
                     if (slot + 4 * t < rows && begin + 64 * b < w.k)
-                        raw[t * BLOCKS + b] = load_streaming(row + 64 * b);
+                        raw[t * BLOCKS + b] = load_once(row + 64 * b);
                     else
                         raw[t * BLOCKS + b] = make_uint4(0, 0, 0, 0);
                 }
@@ -118,7 +118,7 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
 #pragma unroll
                 for (int u = 0; u < U; u++) {
                     if (u < count && r < rows) {
-                        raw[r * U + u] = load_streaming(c + ((long long)r * groups + 8 * u) * 16);
+                        raw[r * U + u] = load_once(c + ((long long)r * groups + 8 * u) * 16);
                         scale[r * U + u] = load_streaming_u16(s + (long long)r * groups + 8 * u);
                     }
                 }
@@ -131,8 +131,8 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
                 for (int u = 0; u < HALF; u++) {
                     if (u < count && r < rows) {
                         const unsigned char *const at = c + ((long long)r * groups + 8 * u) * 32;
-                        raw[r * U + 2 * u] = load_streaming(at);
-                        raw[r * U + 2 * u + 1] = load_streaming(at + 16);
+                        raw[r * U + 2 * u] = load_once(at);
+                        raw[r * U + 2 * u + 1] = load_once(at + 16);
                         scale[r * U + u] = load_streaming_u16(s + (long long)r * groups + 8 * u);
                     }
                 }

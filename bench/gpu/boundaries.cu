@@ -64,7 +64,8 @@ extern "C" __global__ void k_persistent_empty(const BoundaryArgs a) {
 }
 
 // A row whose floats carry the number of the step that wrote them: u64[2, FLOATS], the number in the upper half. Whoever
-// needs a float waits for its number; two rows are enough, for who writes one has seen all of the other.
+// needs a float waits for its number; two rows are enough, for every block writes to each, and only when it has seen all of
+// the other.
 DEVICE unsigned long long tagged(float v, int step) {
     return (unsigned long long)(unsigned)step << 32 | __float_as_uint(v);
 }
@@ -77,7 +78,7 @@ DEVICE void store_tagged(unsigned long long *p, unsigned long long v) {
 
 extern "C" __global__ void k_persistent_tagged(const BoundaryArgs a) {
     __shared__ float part[2][256];
-    const int share = FLOATS / gridDim.x + 1, first = blockIdx.x * share;
+    const int first = blockIdx.x * FLOATS / gridDim.x, end = (blockIdx.x + 1) * FLOATS / gridDim.x;
     for (int step = 0; step < a.steps; step++) {
         const unsigned long long *const in = (unsigned long long *)a.rows + step % 2 * FLOATS + 2 * threadIdx.x;
         unsigned long long v[8];
@@ -95,7 +96,7 @@ extern "C" __global__ void k_persistent_tagged(const BoundaryArgs a) {
         part[step % 2][threadIdx.x] = sum;
         __syncthreads();
         unsigned long long *const out = (unsigned long long *)a.rows + (step + 1) % 2 * FLOATS;
-        if ((int)threadIdx.x < share && first + threadIdx.x < FLOATS)
+        if (first + (int)threadIdx.x < end)
             store_tagged(out + first + threadIdx.x, tagged(part[step % 2][(threadIdx.x + 17) % 256] * 1e-6f, step + 1));
     }
 }

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.context import markdown_table
-from bench.gpu.timeline import BLOCKS, LAUNCHES, RULE, changed_port, notes_of_a_run, with_ends
+from bench.gpu.timeline import BLOCKS, LAUNCHES, MOST_LAYERS, RULE, changed_port, notes_of_a_run, with_ends
 from kestrel.cuda.sources import KernelSources, read_sources
 
 WORDS = 16  # of a block: notes by number, the kernel's number plus one in the last
@@ -72,14 +72,15 @@ def cycles(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) -> list
 
 
 def record(folder: Path, depth: int, layers: int, mode: Any) -> list[list[str]]:
-    """``cycles`` of one replayed step of the synthetic Qwen3-30B-A3B shape."""
-    from bench.gpu.synthetic import DeviceWeights, make_weights, qwen3_30b_a3b
+    """``cycles`` of one replayed step of the synthetic Qwen3-30B-A3B shape, over a cache of random rows."""
+    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
     from kestrel.engine import Engine
 
     sources, names = noting(read_sources(folder))
     config = qwen3_30b_a3b(layers)
     backend: Any = DeviceWeights(mode, sources=sources)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
+    fill_cache(engine, backend)
     model = engine.decode_model
     model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
     program: Any = model.step(1, 1).program
@@ -98,11 +99,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
     )
-    parser.add_argument("--layers", type=int, default=8, metavar="N")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
     parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
     given = parser.parse_args(argv)
     if not (given.folder / "op_args.h").is_file():
         parser.error(f"{given.folder} is no copy of the folder kernels/")
+    if not 1 <= given.layers <= MOST_LAYERS:
+        parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
     rows = record(given.folder, given.depth, given.layers, given.mode)
     print(markdown_table(["kernel", "note", "launches", "least", "median", "most"], rows))
 

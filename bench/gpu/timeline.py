@@ -177,14 +177,15 @@ def notes_of_a_run(
 
 
 def record(depth: int, layers: int, mode: Any) -> list[Noted]:
-    """The launches of one replayed step of the synthetic Qwen3-30B-A3B shape."""
-    from bench.gpu.synthetic import DeviceWeights, make_weights, qwen3_30b_a3b
+    """The launches of one replayed step of the synthetic Qwen3-30B-A3B shape, over a cache of random rows."""
+    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
     from kestrel.engine import Engine
 
     sources, names = instrumented(kernel_sources())
     config = qwen3_30b_a3b(layers)
     backend: Any = DeviceWeights(mode, sources=sources)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
+    fill_cache(engine, backend)
     model = engine.decode_model
     model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
     program: Any = model.step(1, 1).program

@@ -23,20 +23,24 @@ def test_values_and_folders_join_to_variants(tmp_path: Path) -> None:
     shutil.copytree(KERNELS, folder)
     (folder / "stages.cu").write_text("// other\n")
     both = f"{folder}+router_rows=2"
-    found = list(variants(["streams=4,8", "streams=4+router_rows=1,2", str(folder), both]))
+    found = list(variants(["streams=4,8", "streams=4,8+router_rows=1,2", str(folder), both]))
     assert [v.name for v in found] == [
         "defaults",
         *("streams=4", "streams=8"),
         *("streams=4+router_rows=1", "streams=4+router_rows=2"),
+        *("streams=8+router_rows=1", "streams=8+router_rows=2"),
         str(folder),
         both,
     ]
     assert found[0].tuning == Tuning()
     assert found[0].sources is None
     assert found[4].tuning == Tuning(streams=4, router_rows=2)
-    assert found[6].tuning == Tuning(router_rows=2)
-    assert found[6].sources is not None
-    assert found[6].sources.units["stages.cu"] == b"// other\n"
+    assert found[5].tuning == Tuning(streams=8, router_rows=1)
+    assert found[8].tuning == Tuning(router_rows=2)
+    assert found[8].sources is not None
+    assert found[8].sources.units["stages.cu"] == b"// other\n"
+    (_, automatic) = variants(["shared_carveout=-1"])
+    assert automatic.tuning == Tuning(shared_carveout=-1)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,11 @@ def test_values_and_folders_join_to_variants(tmp_path: Path) -> None:
 def test_an_unknown_variant_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="is neither NAME=VALUE,VALUE nor a folder"):
         list(variants([text]))
+
+
+def test_a_value_that_is_no_number_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"'router_rows=1,x': 'x' is not a number"):
+        list(variants(["router_rows=1,x"]))
 
 
 def test_kernels_with_notes_compile() -> None:
@@ -88,3 +97,6 @@ def test_a_folder_without_kernels_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
     assert "is no copy of the folder kernels/" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(KERNELS), "--layers", "48"])
+    assert "--layers must be 1 to 36, not 48" in capsys.readouterr().err

@@ -326,7 +326,7 @@ def test_streams_without_gates(rng: np.random.Generator, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [Q4, Q8])
 def test_scales_that_no_copy_of_16_bytes_can_take(rng: np.random.Generator, kind: WType) -> None:
-    """A matrix may begin anywhere: its rows are loaded then, not streamed."""
+    """Scales may begin anywhere: rows are loaded then, not streamed."""
     for steps in (
         norm_matmul(rng, [kind], [75], 768),
         matmul_add(rng, [kind], [75], 768),
