@@ -35,18 +35,15 @@ struct StagedRow {
         gsum = (int *)(d + groups);
     }
 
-    // By the first `threads` threads; there behind a barrier.
+    // As copy_units. G is a multiple of 8.
     DEVICE_MEMBER void copy(const A8Row &in, int groups, int threads) const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < 2 * groups + groups / 2; i += threads) {
-            const int j = 4 * (i - 2 * groups);
-            if (j < 0)
-                copy_16((i & 1 ? hi : lo) + i / 2, in.q + 16 * i);
-            else if (j < groups)
-                copy_16(d + j, in.d + j);
-            else
-                copy_16(gsum + j - groups, in.gsum + j - groups);
-        }
+        const int codes = 2 * groups, scales = codes + groups / 4;
+        copy_units(
+            codes + groups / 2, threads, [&](int i) { return in.unit(i, groups); },
+            [&](int i) {
+                uint4 *const word = i < scales ? (uint4 *)d + (i - codes) : (uint4 *)gsum + (i - scales);
+                return i < codes ? (i & 1 ? hi : lo) + i / 2 : word;
+            });
     }
 };
 

@@ -61,8 +61,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     touch_exp_table();
     wait_for_previous();
     if (by_warp && chooses) {
-        const int id = warp_choose(a.topk.logits, a.topk.E, a.topk.T);
-        if (lane < a.topk.T) choice.ids[lane] = id;
+        warp_choose(a.topk.logits, a.topk.E, a.topk.T, choice.ids);
     } else {
         in.copy({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, by_warp ? 32 * warps : blockDim.x);
     }
@@ -241,44 +240,6 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-// The experts' inputs on their way from global to shared memory: a thread has two units of 16 bytes of all three arrays in
-// flight at a time.
-struct DownInput {
-    const MoeMatmulArgs &mm;
-    const DownShared &sh;
-    int all, codes, words;  // groups; units of the codes, and of the scales, as of the sums
-
-    DEVICE_MEMBER DownInput(const MoeDownArgs &a, const DownShared &shared) : mm{a.mm}, sh{shared} {
-        all = a.mm.T * (a.mm.w[0].k / 32);
-        codes = 2 * all;
-        words = all / 4;
-    }
-    DEVICE_MEMBER const uint4 *from(int i) const {
-        return i < codes           ? (const uint4 *)mm.xq + i
-               : i < codes + words ? (const uint4 *)mm.xd + (i - codes)
-                                   : (const uint4 *)mm.gsum + (i - codes - words);
-    }
-    DEVICE_MEMBER uint4 *to(int i) const {
-        return i < codes           ? sh.q + i
-               : i < codes + words ? (uint4 *)sh.d + (i - codes)
-                                   : (uint4 *)sh.gsum + (i - codes - words);
-    }
-    DEVICE_MEMBER void copy() const {
-        const int units = codes + 2 * words;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < units; i += 2 * blockDim.x) {
-            const int j = i + (int)blockDim.x < units ? i + (int)blockDim.x : i;
-            const uint4 one = load_l2(from(i)), two = load_l2(from(j));
-            *to(i) = one;
-            *to(j) = two;
-        }
-        for (int g = 4 * words + threadIdx.x; g < all; g += blockDim.x) {
-            sh.d[g] = load_l2(mm.xd + g);
-            sh.gsum[g] = load_l2(mm.gsum + g);
-        }
-    }
-};
-
 // A block takes `a.rows` neighbouring rows of every chosen expert. Then each row is combined in rank order and added to x.
 // Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
@@ -289,12 +250,10 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(T, rows);
     const bool by_warp = warp_can_choose(a.topk.E, T);
-    if (by_warp && warp_id() == 0) {
-        const int id = warp_choose(a.topk.logits, a.topk.E, T);
-        if (lane < T) choice.ids[lane] = id;
-    } else if (!by_warp) {
+    if (!by_warp)
         block_choose(a.topk.logits, a.topk.E, T, choice);
-    }
+    else if (warp_id() == 0)
+        warp_choose(a.topk.logits, a.topk.E, T, choice.ids);
     if (warp_id() == warp_count() - 1) {
         for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
     }
@@ -308,13 +267,23 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
         bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * count * groups, sh.gates + t);
         bulk_copy(sh.scale + to, w.scale + from, 2 * count * groups, sh.gates + t);
     }
-    const DownInput input(a, sh);
     const float *x_at = a.add.x + ((int)threadIdx.x < count ? n + (int)threadIdx.x : 0);
     settle(x_at);  // ahead of the wait
     wait_for_previous(x_at);
     start_next();
     const float x = load_l2(x_at);
-    input.copy();
+    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    const int all = T * groups, codes = 2 * all, scales = codes + all / 4;
+    copy_units(
+        scales + all / 4, blockDim.x, [&](int i) { return in.unit(i, all); },
+        [&](int i) {
+            return i < codes ? sh.q + i : i < scales ? (uint4 *)sh.d + (i - codes) : (uint4 *)sh.gsum + (i - scales);
+        });
+#pragma unroll 1
+    for (int g = all / 4 * 4 + threadIdx.x; g < all; g += blockDim.x) {
+        sh.d[g] = load_l2(in.d + g);
+        sh.gsum[g] = load_l2(in.gsum + g);
+    }
 #pragma unroll 1
     for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
     if (!BULK_GATES) copy_wait_all();

@@ -118,7 +118,7 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // registers, and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory,
 // opened once; bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned
 // to 16), and bulk_wait returns when all lanes see them; `turn` counts the calls from 0. A lane that has read what arrived
-// calls __syncwarp before the next copy to the same place. A copy takes its lane some 100 cycles.
+// calls __syncwarp before the next copy to the same place. Asking takes a lane its time: several warps may share it.
 #if __CUDA_ARCH__ >= 900
 DEVICE void bulk_open(unsigned long long *gate) {
     if (threadIdx.x % 32 == 0) {
@@ -233,10 +233,6 @@ DEVICE void plain_bulk_wait() {
     __syncwarp();
 }
 #endif
-
-// 16 bytes of another kernel's output to shared memory, by way of a register; there behind a barrier. In the kernels of a
-// decode step one copy_async_16 takes thousands of cycles, this 500.
-DEVICE void copy_16(void *shared, const void *global) { *(uint4 *)shared = load_l2((const uint4 *)global); }
 
 // BULK_GATES: whether a gate makes a copy visible to warps that did not ask for it. Where it does not, that takes a
 // copy_wait_all of the warp that asked and a barrier of the block.

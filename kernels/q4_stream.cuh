@@ -36,24 +36,19 @@ struct SplitRow {
         ((uint2 *)((b & 2 ? hi : lo) + b / 4 * 16))[b % 2] = eight.codes;
         if (b % 4 == 0) put_scale(b / 4, eight.d, sum);
     }
-    // The row that another kernel left in global memory, by the whole block; there behind a barrier. What a thread takes is on
-    // its way together, but for rows of more than 32 elements a thread. `from` is mm.xq + 16 * threadIdx.x.
-    DEVICE_MEMBER void copy(const MatmulArgs &mm, const signed char *from, int k) const {
-        unsigned char *to = (threadIdx.x & 1 ? hi : lo) + threadIdx.x / 2 * 16;
-        const int units = k / 16, first = threadIdx.x, all = blockDim.x;  // all is even: the halves are the same each time
-        const bool scales = first < k / 32;
+    // The row that another kernel left in global memory, by the whole block; there behind a barrier. Scales are on their way
+    // together with the codes, as far as there are threads.
+    DEVICE_MEMBER void copy(const MatmulArgs &mm, int k) const {
+        const int first = threadIdx.x, groups = k / 32;
+        const bool scales = first < groups;
         const float d = load_l2(mm.xd + (scales ? first : 0));
         const int gsum = load_l2(mm.gsum + (scales ? first : 0));
-#pragma unroll 1
-        for (int i = first; i < units; i += 2 * all, from += 32 * all, to += 16 * all) {
-            const int next = i + all < units ? all : 0;
-            const uint4 one = load_l2((const uint4 *)from), two = load_l2((const uint4 *)from + next);
-            *(uint4 *)to = one;
-            *(uint4 *)(to + 8 * next) = two;
-        }
+        copy_units(
+            2 * groups, blockDim.x, [&](int i) { return (const uint4 *)mm.xq + i; },
+            [&](int i) { return (uint4 *)(i & 1 ? hi : lo) + i / 2; });
         if (scales) put_scale(first, d, gsum);
 #pragma unroll 1
-        for (int g = first + all; g < k / 32; g += all) put_scale(g, load_l2(mm.xd + g), load_l2(mm.gsum + g));
+        for (int g = first + blockDim.x; g < groups; g += blockDim.x) put_scale(g, load_l2(mm.xd + g), load_l2(mm.gsum + g));
     }
 };
 

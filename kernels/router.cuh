@@ -65,14 +65,14 @@ DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &
     __syncthreads();
 }
 
-// The same choice by one warp for itself, without shared memory, for up to 128 experts: lane t returns the expert of rank t,
-// for the ranks below `count`, at most 32. A lane holds four neighbouring experts in rank order and puts its best one
-// forward; each round takes the best of those, of equal ones that of the lowest lane.
+// The same choice by one warp, for up to 128 experts and 32 ranks: ids, i32[count]. A lane holds four neighbouring experts in
+// rank order and puts its best one forward; each round takes the best of those, of equal ones that of the lowest lane. No
+// barrier at the end.
 #define WARP_CHOOSE_EXPERTS 128
 #define WARP_CHOOSE_RANKS 32
 DEVICE bool warp_can_choose(int E, int T) { return E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS; }
 
-DEVICE int warp_choose(const float *logits, int E, int count) {
+DEVICE void warp_choose(const float *logits, int E, int count, int *ids) {
     const int lane = lane_id();
     float4 v;
     if (E % 4 == 0) {
@@ -101,19 +101,17 @@ DEVICE int warp_choose(const float *logits, int E, int count) {
     sort(0, 2, key[2] > key[0], 0x0101u);
     sort(1, 3, key[3] > key[1], 0x1010u);
     sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
-    int id = 0;
 #pragma unroll 1
     for (int t = 0; t < count; t++) {
         const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
         const unsigned mine = key[0] == best ? ~(4u * lane + (order & 3u)) : 0u;  // the lowest index is the largest of these
         const unsigned first = __reduce_max_sync(FULL_WARP, mine);
-        if (t == lane) id = (int)~first;
+        if (t == lane) ids[t] = (int)~first;
         if (mine == first) {
             key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
             order >>= 4;
         }
     }
-    return id;
 }
 
 // The weights of the ids that block_choose left, of row m, to sh.p. Ends with a barrier.

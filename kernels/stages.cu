@@ -125,13 +125,11 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     MatrixStream<2> stream(a.mm);
     SplitRow in;
     in.open(stream.begin(shared, a.stream, block, blocks), k);
-    const signed char *from = a.mm.xq + 16 * threadIdx.x;
-    settle(from);
     AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
-    wait_for_previous(from);
+    wait_for_previous();
     start_next();
     stream.open(out);  // what is added to comes while the input row does
-    in.copy(a.mm, from, k);
+    in.copy(a.mm, k);
     __syncthreads();
     stream.finish(in, out);
 }

@@ -14,6 +14,12 @@ struct A8Row {
     const signed char *q;  // i8[K]
     const float *d;        // f32[G]
     const int *gsum;       // i32[G]
+
+    // The units of 16 bytes of `groups` groups: 2 * groups of codes, groups / 4 of scales, groups / 4 of sums.
+    DEVICE_MEMBER const void *unit(int i, int groups) const {
+        const int j = 4 * (i - 2 * groups), words = groups / 4 * 4;
+        return j < 0 ? (const void *)(q + 16 * i) : j < words ? (const void *)(d + j) : gsum + (j - words);
+    }
 };
 
 // The 8x8 transpose of halfwords over the eight threads of a slot: of thread j's eight elements `mine`, thread l gets
@@ -46,12 +52,23 @@ DEVICE void transpose_bf16(uint4 mine, float *out) {
     out[5] = f32_from_bits(odd46 << 16), out[7] = f32_from_bits(odd46 & 0xffff0000u);
 }
 
-// Copies words of another kernel's output to shared memory, 16 bytes at a time; both ends 16-byte aligned. There behind a
-// barrier.
-DEVICE void block_copy(void *shared, const void *global, int words) {
+// `units` units of 16 bytes of another kernel's output to shared memory, unit i from from(i) to to(i), by the first `threads`
+// threads, which alone call it; there behind a barrier. By way of registers, two units of a thread on their way at a time:
+// in a decode step that is much faster than copy_async_16 (docs/performance.md).
+template <class From, class To> DEVICE void copy_units(int units, int threads, const From &from, const To &to) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < words / 4; i += blockDim.x)
-        copy_16((uint4 *)shared + i, (const uint4 *)global + i);
+    for (int i = threadIdx.x; i < units; i += 2 * threads) {
+        const int j = i + threads < units ? i + threads : i;
+        const uint4 one = load_l2((const uint4 *)from(i)), two = load_l2((const uint4 *)from(j));
+        *(uint4 *)to(i) = one;
+        *(uint4 *)to(j) = two;
+    }
+}
+
+// Words of another kernel's output to shared memory by the whole block; both ends 16-byte aligned. There behind a barrier.
+DEVICE void block_copy(void *shared, const void *global, int words) {
+    copy_units(
+        words / 4, blockDim.x, [&](int i) { return (const uint4 *)global + i; }, [&](int i) { return (uint4 *)shared + i; });
 #pragma unroll 1
     for (int i = words / 4 * 4 + threadIdx.x; i < words; i += blockDim.x)
         ((unsigned *)shared)[i] = load_l2((const unsigned *)global + i);

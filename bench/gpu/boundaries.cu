@@ -1,6 +1,7 @@
 // What lies between two dependent stages, without the stages: each step reads the 8 KB that all blocks of the step before
-// wrote and writes its share of the next 8 KB. Once as a chain of launches, once as one kernel with barriers over the
-// grid, once with barriers over clusters of eight blocks. And what it takes to read a layer's expert weights, cold.
+// wrote and writes its share of the next 8 KB. Once as a chain of launches, once as one kernel: with barriers over the grid, with
+// a number for each block, with a number for each word, with barriers over clusters of eight blocks. And what it takes to read
+// a layer's expert weights, cold.
 #include "port.cuh"
 
 #define FLOATS 2048  // exchanged from step to step

@@ -1,8 +1,9 @@
 """What lies between dependent stages on this GPU: ``python -m bench.gpu.boundaries``.
 
 Prints microseconds a step (median over replays of a graph): chains of launches, plain and programmatic,
-barriers over the grid and over clusters within one launch, reading 14 MB of cold weights, and the weights of
-eight experts out of many by bulk copies; and how many clusters run at a time.
+within one launch barriers over the grid, numbers of the step for each block or each word, and barriers over
+clusters; reading 14 MB of cold weights, and the weights of eight experts out of many by bulk copies; and how
+many clusters run at a time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of interest. There the first lane of a block's first warp notes its multiprocess
 notes, cycles from note 1: the least, the median and the most of its blocks, medians over its launches. Needs
 a GPU.
 
-A note costs some 30 cycles, and holds the loads and stores around it in their order.
+A note takes its time itself, and holds the loads and stores around it in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.context import markdown_table
-from bench.gpu.timeline import BLOCKS, LAUNCHES, MOST_LAYERS, RULE, changed_port, notes_of_a_run, with_ends
+from bench.gpu.timeline import (
+    BLOCKS,
+    LAUNCHES,
+    MOST_LAYERS,
+    RULE,
+    changed_port,
+    notes_of_a_run,
+    synthetic_step,
+    with_ends,
+)
 from kestrel.cuda.sources import KernelSources, read_sources
 
 WORDS = 16  # of a block: notes by number, the kernel's number plus one in the last
@@ -72,21 +81,10 @@ def cycles(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) -> list
 
 
 def record(folder: Path, depth: int, layers: int, mode: Any) -> list[list[str]]:
-    """``cycles`` of one replayed step of the synthetic Qwen3-30B-A3B shape, over a cache of random rows."""
-    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
-    from kestrel.engine import Engine
-
+    """``cycles`` of one replayed step."""
     sources, names = noting(read_sources(folder))
-    config = qwen3_30b_a3b(layers)
-    backend: Any = DeviceWeights(mode, sources=sources)
-    engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
-    fill_cache(engine, backend)
-    model = engine.decode_model
-    model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
-    program: Any = model.step(1, 1).program
-    for _ in range(4):  # the first ones load and record
-        program.run()
-    notes = notes_of_a_run(backend, program, "clock_notes", (LAUNCHES, BLOCKS, WORDS))
+    engine, program = synthetic_step(sources, depth, layers, mode)
+    notes = notes_of_a_run(engine, program, "clock_notes", (LAUNCHES, BLOCKS, WORDS))
     engine.close()
     return cycles(notes, names)
 

@@ -156,9 +156,10 @@ def layer(launches: Sequence[Noted], number: int) -> list[list[str]]:
 
 
 def notes_of_a_run(
-    backend: Any, program: Any, name: str, shape: tuple[int, ...]
+    engine: Any, program: Any, name: str, shape: tuple[int, ...]
 ) -> list[npt.NDArray[np.int64]]:
     """What one run leaves in the array ``name`` of each module of kernels, i64 of ``shape``."""
+    backend = engine.decode_model.backend
     runtime = backend._cupy.cuda.runtime
     modules = {id(module): module for module in backend._kernels._modules.values()}
     addresses = [int(module.get_global(name).ptr) for module in modules.values()]
@@ -176,22 +177,31 @@ def notes_of_a_run(
     return found
 
 
-def record(depth: int, layers: int, mode: Any) -> list[Noted]:
-    """The launches of one replayed step of the synthetic Qwen3-30B-A3B shape, over a cache of random rows."""
+def synthetic_step(sources: KernelSources, depth: int, layers: int, mode: Any) -> tuple[Any, Any]:
+    """An engine on other kernels, and its step of the synthetic Qwen3-30B-A3B shape at ``depth``, recorded.
+
+    The cache holds random rows.
+    """
     from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
     from kestrel.engine import Engine
 
-    sources, names = instrumented(kernel_sources())
     config = qwen3_30b_a3b(layers)
-    backend: Any = DeviceWeights(mode, sources=sources)
+    backend = DeviceWeights(mode, sources=sources)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
     fill_cache(engine, backend)
     model = engine.decode_model
     model.load_rows(np.array([1], np.int32), np.array([depth], np.int32))
-    program: Any = model.step(1, 1).program
+    program = model.step(1, 1).program
     for _ in range(4):  # the first ones load and record
         program.run()
-    found = notes_of_a_run(backend, program, "timeline_notes", (LAUNCHES, BLOCKS, WORDS))
+    return engine, program
+
+
+def record(depth: int, layers: int, mode: Any) -> list[Noted]:
+    """The launches of one replayed step."""
+    sources, names = instrumented(kernel_sources())
+    engine, program = synthetic_step(sources, depth, layers, mode)
+    found = notes_of_a_run(engine, program, "timeline_notes", (LAUNCHES, BLOCKS, WORDS))
     engine.close()
     return launches_of(found, names)
 
