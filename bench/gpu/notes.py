@@ -24,13 +24,15 @@ from bench.gpu.context import markdown_table
 from bench.gpu.timeline import (
     BLOCKS,
     LAUNCHES,
-    MOST_LAYERS,
     RULE,
+    add_step_arguments,
     changed_port,
     notes_of_a_run,
+    step_config,
     synthetic_step,
     with_ends,
 )
+from kestrel.config import ModelConfig
 from kestrel.cuda.sources import KernelSources, read_sources
 
 WORDS = 16  # of a block: notes by number, the kernel's number plus one in the last
@@ -80,10 +82,10 @@ def cycles(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) -> list
     return rows
 
 
-def record(folder: Path, depth: int, layers: int, mode: Any) -> list[list[str]]:
+def record(folder: Path, config: ModelConfig, depth: int, mode: Any) -> list[list[str]]:
     """``cycles`` of one replayed step."""
     sources, names = noting(read_sources(folder))
-    engine, program = synthetic_step(sources, depth, layers, mode)
+    engine, program = synthetic_step(sources, config, depth, mode)
     notes = notes_of_a_run(engine, program, "clock_notes", (LAUNCHES, BLOCKS, WORDS))
     engine.close()
     return cycles(notes, names)
@@ -94,17 +96,11 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument(
-        "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
-    )
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
-    parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
+    add_step_arguments(parser)
     given = parser.parse_args(argv)
     if not (given.folder / "op_args.h").is_file():
         parser.error(f"{given.folder} is no copy of the folder kernels/")
-    if not 1 <= given.layers <= MOST_LAYERS:
-        parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
-    rows = record(given.folder, given.depth, given.layers, given.mode)
+    rows = record(given.folder, step_config(parser, given), given.depth, given.mode)
     print(markdown_table(["kernel", "note", "launches", "least", "median", "most"], rows))
 
 

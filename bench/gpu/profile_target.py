@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 
-from bench.gpu.synthetic import DeviceWeights, make_weights, qwen3_30b_a3b
+from bench.gpu.synthetic import DeviceWeights, make_weights, synthetic_config
 from kestrel.engine import Engine
 
 
 def main() -> None:
     depth = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
-    config = qwen3_30b_a3b(2)
+    config = synthetic_config(2)
     backend = DeviceWeights("l2exact", graph=False)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
     model = engine.decode_model

@@ -36,9 +36,13 @@ PROMPT, DUMPED, GENERATED = 32, 4, 64
 DEPTHS = (0, 1024, 4096, 16384, 32768)
 
 
-def qwen3_30b_a3b(layers: int = 48) -> ModelConfig:
+SHAPE = "qwen3-30b-a3b"
+
+
+def synthetic_config(layers: int | None = None, shape: str = SHAPE) -> ModelConfig:
     """The exact shape; ``layers`` may be fewer for a quick run."""
-    return replace(SHAPES["qwen3-30b-a3b"], num_layers=layers)
+    config = SHAPES[shape]
+    return config if layers is None else replace(config, num_layers=layers)
 
 
 class DeviceWeights(CudaBackend):
@@ -103,22 +107,26 @@ class Maker:
 def make_weights(config: ModelConfig, backend: DeviceWeights) -> Weights:
     """All tensors; the gains keep activations near 1 and the router undecided enough to use many experts."""
     make, c = Maker(backend), config
-    assert c.moe is not None
-    experts, width = c.moe.num_experts, c.moe.intermediate_size
     w: Weights = {"embed": make.matrix(c.vocab_size, c.hidden_size, np.sqrt(c.hidden_size), WType.q8local)}
     for layer in range(c.num_layers):
         p = f"layers.{layer}."
         w[p + "attn_norm"], w[p + "ffn_norm"] = make.norm(c.hidden_size), make.norm(c.hidden_size)
-        w[p + "q_norm"], w[p + "k_norm"] = make.norm(c.head_dim, 1.5), make.norm(c.head_dim)
+        if c.qk_norm:
+            w[p + "q_norm"], w[p + "k_norm"] = make.norm(c.head_dim, 1.5), make.norm(c.head_dim)
         w[p + "q"] = make.matrix(c.q_size, c.hidden_size, 1.5)
         w[p + "k"], w[p + "v"] = (make.matrix(c.kv_size, c.hidden_size) for _ in range(2))
         w[p + "o"] = make.matrix(c.hidden_size, c.q_size)
-        w[p + "router"] = make.matrix(experts, c.hidden_size, 1.5, WType.bf16)
+        experts, width = None, c.intermediate_size
+        if c.moe is not None and c.is_moe_layer(layer):
+            experts, width = c.moe.num_experts, c.moe.intermediate_size
+            w[p + "router"] = make.matrix(experts, c.hidden_size, 1.5, WType.bf16)
+            p += "experts."
         for name in ("gate", "up"):
-            w[p + f"experts.{name}"] = make.matrix(width, c.hidden_size, experts=experts)
-        w[p + "experts.down"] = make.matrix(c.hidden_size, width, experts=experts)
+            w[p + name] = make.matrix(width, c.hidden_size, experts=experts)
+        w[p + "down"] = make.matrix(c.hidden_size, width, experts=experts)
     w["norm"] = make.norm(c.hidden_size)
-    w["head"] = make.matrix(c.vocab_size, c.hidden_size, 2.0, WType.q8local)
+    if not c.tie_word_embeddings:
+        w["head"] = make.matrix(c.vocab_size, c.hidden_size, 2.0, WType.q8local)
     return w
 
 
@@ -222,7 +230,7 @@ def prompt_rate(engine: Engine, length: int) -> float:
 
 def experiment(context: Context) -> dict[str, Any]:
     """Synthetic Qwen3-30B-A3B: 530 keys a token, all equal; the text equal; the time of both sides."""
-    config = qwen3_30b_a3b(4 if context.quick else 48)
+    config = synthetic_config(4 if context.quick else None)
     failures: list[str] = []
     begin = time.perf_counter()
     gpu = DeviceWeights()

@@ -3,8 +3,8 @@
 Runs copies of the kernels that note the device's clock in every block: where they begin to wait for the
 launch before, when that wait ends, and at their end. So a step is somewhat slower than without. Prints, for
 each kernel as medians over the layers, what passes between the end of the launch before and the end of the
-wait, how long the blocks run after it, and by how much the slowest block was ready before its wait ended;
-then the launches of one layer. Needs a GPU.
+wait, how long the blocks run after it, by how much the slowest block was ready before its wait ended, and how
+many blocks the fullest multiprocessor had; then the launches of one layer. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.context import markdown_table
+from kestrel.benchmark.shapes import SHAPES
+from kestrel.config import ModelConfig
 from kestrel.cuda.sources import KernelSources, kernel_sources
 
 LAUNCHES, BLOCKS = 256, 300  # of the notes: launches by number, blocks noted of each
-WORDS = 4  # of a block's notes: ready, waited, ended, kernel
+WORDS = 5  # of a block's notes: ready, waited, ended, kernel, multiprocessor
 MOST_LAYERS = (LAUNCHES - 2) // 7  # embedding, seven launches a layer, head: more would share their notes
 
 _NOTES = f"""
@@ -37,7 +39,11 @@ DEVICE void timeline_note(int what, unsigned long long kernel) {{
     unsigned long long *const at =
         timeline_notes + ((launch % {LAUNCHES}) * {BLOCKS} + block) * {WORDS};
     at[what] = now;
-    if (what == 2) at[3] = kernel;
+    if (what != 2) return;
+    unsigned place;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(place));
+    at[3] = kernel;
+    at[4] = place;
 }}
 """
 RULE = "// Programmatic dependent launch: "  # in port.cuh, ahead of what is changed
@@ -106,6 +112,12 @@ class Noted:
     ready: npt.NDArray[np.int64]
     waited: npt.NDArray[np.int64]
     ended: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]  # its multiprocessor
+
+    @property
+    def most_together(self) -> int:
+        """Blocks on the multiprocessor that had the most of them."""
+        return int(np.unique(self.place, return_counts=True)[1].max())
 
 
 def launches_of(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) -> list[Noted]:
@@ -115,7 +127,7 @@ def launches_of(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) ->
         for launch in module:
             blocks = launch[(launch[:, 1] > 0) & (launch[:, 2] > 0)]
             if len(blocks):
-                found.append(Noted(names[int(blocks[0, 3])], blocks[:, 0], blocks[:, 1], blocks[:, 2]))
+                found.append(Noted(names[int(blocks[0, 3])], *(blocks[:, i] for i in (0, 1, 2, 4))))
     return sorted(found, key=lambda noted: int(noted.waited.min()))
 
 
@@ -130,6 +142,7 @@ def summary(launches: Sequence[Noted]) -> list[list[str]]:
                 float(np.median(noted.ended) - begin),
                 float(noted.ended.max() - begin),
                 float(begin - noted.ready.max()),
+                float(noted.most_together),
             ]
         )
     return [[k, str(len(r)), *(f"{x:.0f}" for x in np.median(r, axis=0))] for k, r in rows.items()]
@@ -148,6 +161,7 @@ def layer(launches: Sequence[Noted], number: int) -> list[list[str]]:
         [
             noted.kernel,
             str(len(noted.ended)),
+            str(len(np.unique(noted.place))),
             *(f"{x - zero:.0f}" for x in (noted.ready.max(), noted.waited.min())),
             *(f"{x - zero:.0f}" for x in (noted.ended.min(), np.median(noted.ended), noted.ended.max())),
         ]
@@ -177,15 +191,14 @@ def notes_of_a_run(
     return found
 
 
-def synthetic_step(sources: KernelSources, depth: int, layers: int, mode: Any) -> tuple[Any, Any]:
-    """An engine on other kernels, and its step of the synthetic Qwen3-30B-A3B shape at ``depth``, recorded.
+def synthetic_step(sources: KernelSources, config: ModelConfig, depth: int, mode: Any) -> tuple[Any, Any]:
+    """An engine on other kernels with synthetic weights, and its step at ``depth``, recorded.
 
     The cache holds random rows.
     """
-    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
+    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights
     from kestrel.engine import Engine
 
-    config = qwen3_30b_a3b(layers)
     backend = DeviceWeights(mode, sources=sources)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
     fill_cache(engine, backend)
@@ -197,10 +210,27 @@ def synthetic_step(sources: KernelSources, depth: int, layers: int, mode: Any) -
     return engine, program
 
 
-def record(depth: int, layers: int, mode: Any) -> list[Noted]:
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which step: depth, shape, layers and mode."""
+    parser.add_argument(
+        "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b", help="of random weights")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
+    parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
+
+
+def step_config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ModelConfig:
+    """The config that ``add_step_arguments`` asked for; ends the program where layers are too many."""
+    if not 1 <= given.layers <= MOST_LAYERS:
+        parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
+    return replace(SHAPES[given.shape], num_layers=given.layers)
+
+
+def record(config: ModelConfig, depth: int, mode: Any) -> list[Noted]:
     """The launches of one replayed step."""
     sources, names = instrumented(kernel_sources())
-    engine, program = synthetic_step(sources, depth, layers, mode)
+    engine, program = synthetic_step(sources, config, depth, mode)
     found = notes_of_a_run(engine, program, "timeline_notes", (LAUNCHES, BLOCKS, WORDS))
     engine.close()
     return launches_of(found, names)
@@ -210,21 +240,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
-    )
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
-    parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
+    add_step_arguments(parser)
     given = parser.parse_args(argv)
-    if not 1 <= given.layers <= MOST_LAYERS:
-        parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
-    launches = record(given.depth, given.layers, given.mode)
+    launches = record(step_config(parser, given), given.depth, given.mode)
     whole = max(noted.ended.max() for noted in launches) - launches[0].waited.min()
     print(f"{len(launches)} launches, {whole / 1e3:.1f} us with notes; nanoseconds:\n")
     head = ["kernel", "launches", "end before to wait over", "to median block's end", "to last block's end"]
-    print(markdown_table([*head, "ready ahead of it"], summary(launches)))
+    print(markdown_table([*head, "ready ahead of it", "most on one SM"], summary(launches)))
     print("\nOne layer, nanoseconds from its first wait:\n")
-    head = ["kernel", "blocks", "last ready", "waited", "first end", "median end", "last end"]
+    head = ["kernel", "blocks", "SMs", "last ready", "waited", "first end", "median end", "last end"]
     print(markdown_table(head, layer(launches, min(3, given.layers - 1))))
 
 

@@ -26,7 +26,8 @@ import numpy as np
 
 from bench.gpu.context import markdown_table
 from bench.gpu.profile import kernel_table, pair_table, replay_microseconds
-from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights, qwen3_30b_a3b
+from bench.gpu.synthetic import SHAPE, DeviceWeights, fill_cache, make_weights, synthetic_config
+from kestrel.benchmark.shapes import SHAPES
 from kestrel.cuda.sources import KernelSources, read_sources
 from kestrel.engine import Engine
 from kestrel.launch import Tuning
@@ -133,7 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--layers", type=int, default=None, help="8; with --whole all 48")
+    parser.add_argument("--layers", type=int, default=None, help="8; with --whole all")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE, help="of random weights")
     parser.add_argument("--depth", default="1024", metavar="N,...", help="several with --whole alone")
     parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
     parser.add_argument("--pairs", action="store_true", help="also what neighbouring kernels cost each other")
@@ -143,7 +145,7 @@ def main() -> None:
     given = parser.parse_args()
     wanted = list(variants(given.variants))
     depths = [int(text) for text in given.depth.split(",")]
-    config = qwen3_30b_a3b(given.layers or (48 if given.whole else 8))
+    config = synthetic_config(given.layers or (None if given.whole else 8), given.shape)
     if given.whole:
         rows = whole_steps(config, given.mode, depths, given.rounds, wanted)
         print(markdown_table(["us a step", *(f"depth {depth}" for depth in depths)], rows))

@@ -38,10 +38,10 @@ def test_the_changed_kernels_compile() -> None:
     assert b"timeline_notes" in compiled.cubin
 
 
-def noted(kernel: int, blocks: list[tuple[int, int, int]]) -> np.ndarray:
+def noted(kernel: int, blocks: list[tuple[int, int, int]], places: tuple[int, ...] = (0, 1, 2)) -> np.ndarray:
     notes = np.zeros((BLOCKS, WORDS), np.int64)
-    for row, (ready, waited, ended) in zip(notes, blocks, strict=False):
-        row[:] = ready, waited, ended, kernel
+    for row, (ready, waited, ended), place in zip(notes, blocks, places, strict=False):
+        row[:] = ready, waited, ended, kernel, place
     return notes
 
 
@@ -50,16 +50,19 @@ def test_times_of_launches() -> None:
     modules = [np.zeros((LAUNCHES, BLOCKS, WORDS), np.int64) for _ in range(2)]
     modules[0][5] = noted(0, [(90, 100, 150), (95, 101, 160), (0, 0, 0)])
     modules[1][9] = noted(1, [(120, 200, 260), (130, 205, 300)])
-    modules[0][200] = noted(0, [(250, 340, 380), (260, 340, 390)])
+    modules[0][200] = noted(0, [(250, 340, 380), (260, 340, 390)], places=(7, 7))
     modules[1][0] = noted(1, [(350, 400, 470), (360, 402, 500)])
     launches = launches_of(modules, ["k_a", "k_b"])
     assert [launch.kernel for launch in launches] == ["k_a", "k_b", "k_a", "k_b"]
     assert [len(launch.ended) for launch in launches] == [2, 2, 2, 2]
-    # Of k_a its second launch alone: 340 - 300, 385 - 340, 390 - 340, 340 - 260; of k_b both.
-    assert summary(launches) == [["k_b", "2", "25", "82", "100", "55"], ["k_a", "1", "40", "45", "50", "80"]]
+    # Of k_a its second launch alone: 340 - 300, 385 - 340, 390 - 340, 340 - 260, one multiprocessor; of k_b both.
+    assert summary(launches) == [
+        ["k_b", "2", "25", "82", "100", "55", "1"],
+        ["k_a", "1", "40", "45", "50", "80", "2"],
+    ]
     assert layer(launches, 1) == [
-        ["k_a", "2", "-80", "0", "40", "45", "50"],
-        ["k_b", "2", "20", "60", "130", "145", "160"],
+        ["k_a", "2", "1", "-80", "0", "40", "45", "50"],
+        ["k_b", "2", "2", "20", "60", "130", "145", "160"],
     ]
 
 

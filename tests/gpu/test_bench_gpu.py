@@ -131,15 +131,12 @@ def test_a_variant_with_other_bits_is_refused(config: ModelConfig, tmp_path: Pat
         whole_steps(config, "l2exact", [3], 1, wanted)
 
 
-def test_notes_of_a_step(config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_a_step(config: ModelConfig, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     shutil.copytree(KERNELS, folder)
     stages = (folder / "stages.cu").read_text()
     place = "    stream.finish(in, out);\n"
     (folder / "stages.cu").write_text(stages.replace(place, f"    note(1);\n{place}    note(2);\n"))
-    monkeypatch.setattr(
-        "bench.gpu.synthetic.qwen3_30b_a3b", lambda layers: replace(config, num_layers=layers)
-    )
-    rows = notes.record(folder, 5, 2, "l2exact")
+    rows = notes.record(folder, replace(config, num_layers=2), 5, "l2exact")
     assert {row[0] for row in rows} == {"k_norm_matmul_q4", "k_matmul_add_q4"}
     assert all(row[1:3] == ["2", "2"] and 0 < int(row[3]) <= int(row[4]) <= int(row[5]) for row in rows)
