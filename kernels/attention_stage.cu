@@ -99,8 +99,8 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     unit_angles(st.rope, pos, sh.angle);
                     __syncthreads();
                     if (maker) {
-                        wait_for_previous();
                         start_next();
+                        wait_for_previous();
                         waited = true;
                     }
                 }
@@ -119,8 +119,8 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = vs;
             unit_transpose(sh, 16 * W, a.hd, quads, cached);
             if (!waited) {  // V is turned ahead of the wait
-                wait_for_previous();
                 start_next();
+                wait_for_previous();
                 waited = true;
             }
             __syncthreads();

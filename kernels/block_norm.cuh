@@ -191,8 +191,8 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
 #pragma unroll 1
     for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
 #endif
-    wait_for_previous(at[0]);
     start_next();
+    wait_for_previous(at[0]);
 #pragma unroll 1
     for (int span = last; span >= 0; span -= row.span_size()) {
 #pragma unroll

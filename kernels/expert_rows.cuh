@@ -47,8 +47,9 @@ struct StagedRow {
     }
 };
 
-// h of one element.
-DEVICE float swiglu_element(float gate, float up) { return (gate / (1.0f + exp_form(-gate))) * up; }
+// h of one element is silu of its gate, times up.
+DEVICE float silu_form(float gate) { return gate / (1.0f + exp_form(-gate)); }
+DEVICE float swiglu_element(float gate, float up) { return silu_form(gate) * up; }
 
 // a8 of one group by a warp, lane i holding element i, as group `g` of the op's output.
 DEVICE void warp_a8_element(float v, const QuantizeA8Args &a8, long long g) {

@@ -1,134 +1,155 @@
 // The FFN of chosen experts of a decode step (M = 1), q4local: two launches behind the router's logits. k_moe_gate_up makes
-// the choice, gate, up, SwiGLU and a8; k_moe_down makes down, the combination in rank order and the residual. Both stream
+// the choice, gate, up and SwiGLU; k_moe_down makes a8, down, the combination in rank order and the residual. Both stream
 // weights by bulk copies into rings of shared memory, which take neither registers nor the path of other loads, and the
 // second launch asks for its weights while the first one still reads: the experts follow from the logits, which the kernel
 // two before it wrote. Other formats and lengths: moe_stages.cu. Each kernel exists in both forms: k_x and k_x_fast.
 #include "expert_rows.cuh"
 #include "router.cuh"
 
-// ---- choice, gate, up, SwiGLU, a8 ----
+// ---- choice, gate, up, SwiGLU ----
 
-// A unit is one group of 32 elements of h of one chosen expert: 32 rows of gate and 32 of up. They travel in four parts of
-// eight rows of each, with a gate to a part, and are computed in eight quads of four rows of each. Blocks take units in
-// turn and have `slots` of them in flight; in a block warp w takes quads w, w + warps, ..., and one more warp makes h of a
-// unit, and asks for later ones, while the others go on. warps: a power of two, at most 8.
-#define UNIT_QUADS 8
-#define UNIT_PARTS 4
+// A quad is four rows of gate and the same four of up of one chosen expert, which make four elements of h. The quads of all
+// chosen experts, rank after rank, are dealt to the blocks in runs of equal length, because what the fullest block has to
+// read is what counts; the warps of a block take those of its run in turn. Groups of h may then lie in two blocks, so h gets
+// its a8 from whoever reads it. A quad comes in two halves, gate, then up, and a warp has those of `slots` quads in flight; the
+// block's first halves are asked for ahead of all others, so that they come first and are computed while the others come.
+#define QUAD_HELD 8  // groups of the input that a lane holds in registers, at a time
 
-// Where the rows of a part lie in shared memory: u8[2][8][G][16] codes of gate and up, then f16[2][8][G].
-struct PartShape {
-    int groups;  // of a row
+// The input of a lane, which is one of the eight sums of its row: groups first + lane % 8, the next eight further, ...
+struct HeldInput {
+    uint4 lo[QUAD_HELD], hi[QUAD_HELD];
 
-    DEVICE_MEMBER int bytes() const { return 288 * groups; }  // kestrel/stages/moe.py: the same
-
-    // This lane's sums of its slot's gate and up row in a quad (0 or 1) of the part.
-    DEVICE_MEMBER void sums(const unsigned char *part, int quad, const StagedRow &in, float *acc) const {
-        const int row = (4 * quad + lane_id() / 8) * groups;
-        const uint4 *const codes = (const uint4 *)part + row;
-        const unsigned short *const scale = (const unsigned short *)(part + 256 * groups) + row;
-        acc[0] = acc[1] = 0.0f;
-#pragma unroll 4
-        for (int g = lane_id() % 8; g < groups; g += 8) {
-            const int bias = q4_bias(in.gsum[g]);
-            const uint4 lo = in.lo[g], hi = in.hi[g];
-            const float d = in.d[g];
+    DEVICE_MEMBER void load(const StagedRow &in, int first, int groups) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float ws = half_to_float(scale[8 * i * groups + g]) * d;
-                acc[i] = fma_f32(q4_dot(codes[8 * i * groups + g], lo, hi, bias), ws, acc[i]);
-            }
+        for (int u = 0; u < QUAD_HELD; u++) {
+            const int g = first + 8 * u + lane_id() % 8;
+            if (g < groups) lo[u] = in.lo[g], hi[u] = in.hi[g];
         }
+    }
+    // Adds its groups of a row; codes and scale: at the lane's first group.
+    DEVICE_MEMBER float add(const uint4 *codes, const unsigned short *scale, const StagedRow &in, int first, int groups,
+                            float acc) const {
+#pragma unroll
+        for (int u = 0; u < QUAD_HELD; u++) {
+            const int g = first + 8 * u + lane_id() % 8;
+            if (g >= groups) break;  // whole steps: all lanes
+            acc = fma_f32(q4_dot(codes[8 * u], lo[u], hi[u], q4_bias(in.gsum[g])), half_to_float(scale[8 * u]) * in.d[g], acc);
+        }
+        return acc;
     }
 };
 
-// Dynamic shared: StagedRow, f32[2, 2, 32] sums of a unit's gate and up rows (units in turn), u64[a.slots, UNIT_PARTS] gates,
-// ChoiceShared, u8[a.slots, UNIT_PARTS] parts.
+// The quads of a warp, and the ring that their halves come to: u8[4][G][16] codes, then f16[4][G] scales of each.
+struct QuadRing {
+    const GateUpArgs &a;
+    const int *ids;             // of the chosen experts, by rank
+    unsigned long long *gates;  // u64[size]
+    unsigned char *halves;      // u8[size][72 * G]
+    int size, groups, per_expert;
+    int first, apart;  // the warp's first quad, and from one to its next
+    // The next half to be asked for: its number, place in the ring, rank of its expert, first group within the expert's matrix.
+    int next, slot, rank, group;
+
+    DEVICE_MEMBER int bytes() const { return 72 * groups; }  // kestrel/stages/moe.py: the same
+    DEVICE_MEMBER int quad(int half) const { return first + half / 2 * apart; }
+
+    // All but what depends on the choice, ahead of the moment that counts.
+    DEVICE_MEMBER void prepare(int half) {
+        next = half;
+        slot = half % size;
+        rank = (int)((unsigned)quad(half) / (unsigned)per_expert);
+        group = 4 * (quad(half) - rank * per_expert) * groups;
+        bulk_expect(gates + slot, bytes());
+    }
+    DEVICE_MEMBER void ask() const {
+        const Weight &w = a.mm.w[next % 2];
+        const long long g = (long long)ids[rank] * (w.n * groups) + group;
+        unsigned char *const to = halves + slot * bytes();
+        bulk_copy(to, (const unsigned char *)w.codes + 16 * g, 64 * groups, gates + slot);
+        bulk_copy(to + 64 * groups, w.scale + g, 8 * groups, gates + slot);
+    }
+};
+
+// Dynamic shared: StagedRow, u64[warps, 2 * a.slots] gates, ChoiceShared, u8[warps, 2 * a.slots] halves.
 DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
-    const int warps = warp_count() - 1, warp = __shfl_sync(FULL_WARP, warp_id(), 0), lane = lane_id(), slots = a.slots;
-    const PartShape shape = {a.mm.w[0].k / 32};
+    const int warps = warp_count(), warp = __shfl_sync(FULL_WARP, warp_id(), 0), lane = lane_id(), size = 2 * a.slots;
+    const int T = a.topk.T, per_expert = a.swiglu.F / 4, quads = T * per_expert, groups = a.mm.w[0].k / 32;
     StagedRow in;
-    in.open(shared, shape.groups);
-    float *const sums = (float *)(shared + StagedRow::bytes(shape.groups));
-    unsigned long long *const gates = (unsigned long long *)(sums + 128);
-    const ChoiceShared choice = choice_shared((unsigned char *)(gates + slots * UNIT_PARTS), a.topk.E, a.topk.T);
-    unsigned char *const ring = (unsigned char *)(gates + slots * UNIT_PARTS) + choice_shared_bytes(a.topk.E, a.topk.T);
-    const int per_expert = a.swiglu.F / 32, units = a.mm.T * per_expert;
-    const int mine = block < units ? (units - 1 - block) / blocks + 1 : 0;  // units of this block
-    const bool chooses = warp == warps, by_warp = warp_can_choose(a.topk.E, a.topk.T);
-    if (chooses) {
-        for (int i = 0; i < slots * UNIT_PARTS; i++) bulk_open(gates + i);
-    }
+    in.open(shared, groups);
+    unsigned long long *const gates = (unsigned long long *)(shared + StagedRow::bytes(groups));
+    unsigned char *const behind = (unsigned char *)(gates + warps * size);
+    const ChoiceShared choice = choice_shared(behind, a.topk.E, T);
+    const bool by_warp = warp_can_choose(a.topk.E, T), chooses = by_warp && warp == warps - 1;
+    // The run of the block, and this warp's halves of it.
+    const int begin = (int)((long long)quads * block / blocks), end = (int)((long long)quads * (block + 1) / blocks);
+    const int mine = begin + warp < end ? 2 * ((end - begin - 1 - warp) / warps + 1) : 0;
+    QuadRing ring = {a, choice.ids, gates + warp * size, behind + choice_shared_bytes(a.topk.E, T), size, groups, per_expert,
+                     begin + warp, warps, 0, 0, 0, 0};
+    ring.halves += warp * size * ring.bytes();
+    for (int i = 0; i < size; i++) bulk_open(ring.gates + i);
+    if (mine > 0) ring.prepare(0);
     touch_exp_table();
+    const A8Row row = {a.mm.xq, a.mm.xd, a.mm.gsum};
+    const int ranks = block == 0 ? T : (int)((unsigned)(end - 1) / (unsigned)per_expert) + 1;  // that this block has to know
     wait_for_previous();
-    if (by_warp && chooses) {
-        warp_choose(a.topk.logits, a.topk.E, a.topk.T, choice.ids);
+    // What is read here is asked for ahead of the weights: it would come behind them.
+    float4 logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (chooses) {
+        logits = lane_logits(a.topk.logits, a.topk.E);
+        warp_choose(logits, a.topk.E, end > begin ? ranks : 0, choice.ids);
     } else {
-        in.copy({a.mm.xq, a.mm.xd, a.mm.gsum}, shape.groups, by_warp ? 32 * warps : blockDim.x);
+        in.copy(row, groups, by_warp ? 32 * (warps - 1) : blockDim.x);
     }
-    if (!by_warp) block_choose(a.topk.logits, a.topk.E, a.topk.T, choice);
-    // Asks for a part of unit u of the block.
-    auto ask = [&](int u, int slot, int part) {
-        const int unit = block + u * blocks, rank = (int)((unsigned)unit / (unsigned)per_expert);
-        const int row = 32 * (unit - rank * per_expert) + 8 * part;
-        const long long g = ((long long)choice.ids[rank] * a.swiglu.F + row) * shape.groups;
-        unsigned char *to = ring + (slot * UNIT_PARTS + part) * shape.bytes();
-        unsigned long long *const gate = gates + slot * UNIT_PARTS + part;
-        bulk_expect(gate, shape.bytes());
-#pragma unroll
-        for (int i = 0; i < 2; i++, to += 128 * shape.groups)
-            bulk_copy(to, (const unsigned char *)a.mm.w[i].codes + 16 * g, 128 * shape.groups, gate);
-#pragma unroll
-        for (int i = 0; i < 2; i++, to += 16 * shape.groups) bulk_copy(to, a.mm.w[i].scale + g, 16 * shape.groups, gate);
-    };
+    if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
+    if (warps == 1 && by_warp) in.copy(row, groups, blockDim.x);
     __syncthreads();
-    // The first units: a warp to a part, because a warp takes its time to ask.
-#pragma unroll 1
-    for (int part = warp; part < UNIT_PARTS * slots; part += warps + 1) {
-        if (part / UNIT_PARTS < mine) ask(part / UNIT_PARTS, part / UNIT_PARTS, part % UNIT_PARTS);
-    }
+    if (mine > 0) ring.ask();
     start_next();  // not earlier: the next launch's weights are not wanted before these
-    if (!BULK_GATES) {
-        copy_wait_all();
-        __syncthreads();
-    }
-    if (block == units % blocks) {  // a block with as few units as any
+    if (block == 0 && !by_warp) {  // no run is shorter than its
         block_choice_weights(a.topk, 0, choice);
         block_store_choice(a.topk, 0, choice);
+    } else if (block == 0 && chooses) {  // what it has asked for is long in coming
+        warp_store_choice(a.topk, logits, choice.ids, choice.p_all);
     }
+    const int step = 8 * QUAD_HELD;
+    HeldInput held;
+    if (groups <= step) held.load(in, 0, groups);
+    for (int i = 1; i < size && i < mine; i++) {
+        ring.prepare(i);
+        ring.ask();
+    }
+    float silu = 0.0f;
     int slot = 0;
     unsigned round = 0;  // of the ring
 #pragma unroll 1
-    for (int u = 0; u < mine; u++) {
-        float *const to = sums + (u & 1) * 64;
+    for (int half = 0; half < mine; half++) {
+        const unsigned char *const at = ring.halves + slot * ring.bytes();
+        const int first_group = lane / 8 * groups + lane % 8;
+        const uint4 *const codes = (const uint4 *)at + first_group;
+        const unsigned short *const scale = (const unsigned short *)(at + 64 * groups) + first_group;
+        bulk_wait(ring.gates + slot, round);
+        float sum = 0.0f;
 #pragma unroll 1
-        for (int quad = warp; quad < UNIT_QUADS && warp < warps; quad += warps) {
-            const int part = slot * UNIT_PARTS + quad / 2;
-            float acc[2];
-            bulk_wait(gates + part, round);
-            shape.sums(ring + part * shape.bytes(), quad % 2, in, acc);
-            const float gate = group_hsum8(acc[0]), up = group_hsum8(acc[1]);
-            if (lane % 8 == 0) {
-                float *const row = to + 4 * quad + lane / 8;
-                row[0] = gate, row[32] = up;
-            }
+        for (int first = 0; first < groups; first += step) {
+            if (groups > step) held.load(in, first, groups);
+            sum = held.add(codes + first, scale + first, in, first, groups, sum);
         }
-        __syncthreads();
-        if (warp == warps) {
-            for (int part = 0; part < UNIT_PARTS && u + slots < mine; part++) ask(u + slots, slot, part);
-            const float value = swiglu_element(to[lane], to[32 + lane]);
-            const int g = block + u * blocks;
-            a.swiglu.h[32 * g + lane] = value;
-            warp_a8_element(value, a.a8, g);
+        __syncwarp();  // before its place is asked for again
+        if (half + size < mine) {
+            ring.prepare(half + size);
+            ring.ask();
         }
-        if (!BULK_GATES) {
-            copy_wait_all();
-            __syncthreads();
-        }
-        if (++slot == slots) slot = 0, round++;
+        sum = group_hsum8(sum);
+        if (half % 2 == 0)
+            silu = silu_form(sum);  // while the other half comes
+        else if (lane % 8 == 0)
+            a.swiglu.h[4 * ring.quad(half) + lane / 8] = silu * sum;
+        if (++slot == size) slot = 0, round++;
     }
 }
 
-KERNEL LAUNCH_BOUNDS(288, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
+// The bounds leave the threads 112 registers, so that beside a block of twelve warps there is room for one of k_moe_down.
+KERNEL LAUNCH_BOUNDS(576, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     expert_gate_up(a, blockIdx.x, gridDim.x, shared);
 }
@@ -208,23 +229,19 @@ DEVICE void down_quads(const DownShared &sh, const DownItems &item, int rows, in
             d[u] = sh.d[g];
         }
 #pragma unroll 1
-        for (int pair = 0; pair < DOWN_QUADS; pair += 2) {
+        for (int quad = 0; quad < DOWN_QUADS; quad++) {
+            const int start = row + 4 * (quad < last ? quad : last) * groups;
+            float dot[DOWN_GROUPS], ws[DOWN_GROUPS], sum = acc[0];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int start = row + 4 * (pair + i < last ? pair + i : last) * groups;
-                float dot[DOWN_GROUPS], ws[DOWN_GROUPS];
-#pragma unroll
-                for (int u = 0; u < DOWN_GROUPS; u++) {
-                    dot[u] = q4_dot(((const uint4 *)sh.codes)[start + at[u]], lo[u], hi[u], bias[u]);
-                    ws[u] = half_to_float(sh.scale[start + at[u]]) * d[u];
-                }
-#pragma unroll
-                for (int u = 0; u < DOWN_GROUPS; u++)
-                    if (first + 8 * u < groups) acc[i] = fma_f32(dot[u], ws[u], acc[i]);
+            for (int u = 0; u < DOWN_GROUPS; u++) {
+                dot[u] = q4_dot(((const uint4 *)sh.codes)[start + at[u]], lo[u], hi[u], bias[u]);
+                ws[u] = half_to_float(sh.scale[start + at[u]]) * d[u];
             }
-            // The other pair comes forward; after the second turn each is where it was.
-            const float a0 = acc[0], a1 = acc[1];
-            acc[0] = acc[2], acc[1] = acc[3], acc[2] = a0, acc[3] = a1;
+#pragma unroll
+            for (int u = 0; u < DOWN_GROUPS; u++)
+                if (first + 8 * u < groups) sum = fma_f32(dot[u], ws[u], sum);
+            // The next one comes forward; after the last turn each is where it was.
+            acc[0] = acc[1], acc[1] = acc[2], acc[2] = acc[3], acc[3] = sum;
         }
     }
 }
@@ -240,6 +257,35 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
+#define DOWN_LOADS 6  // of 16 bytes of h that a thread has on their way
+
+// a8 of the experts' inputs, `all` groups of h, f32[all, 32], by the block: eight lanes to a group, four elements to each.
+DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
+    const float4 *const from = (const float4 *)h;
+#pragma unroll 1
+    for (int base = 0; base < 8 * all; base += DOWN_LOADS * blockDim.x) {  // whole warps
+        float4 x[DOWN_LOADS];
+#pragma unroll
+        for (int i = 0; i < DOWN_LOADS; i++) {
+            const int at = base + i * (int)blockDim.x + (int)threadIdx.x;
+            x[i] = load_l2(from + (at < 8 * all ? at : 0));
+        }
+#pragma unroll 1
+        for (int i = 0; i < DOWN_LOADS; i++) {  // few instructions: they have to be fetched, too
+            const int at = base + i * (int)blockDim.x + (int)threadIdx.x;
+            const float v[4] = {x[0].x, x[0].y, x[0].z, x[0].w};
+#pragma unroll
+            for (int j = 1; j < DOWN_LOADS; j++) x[j - 1] = x[j];
+            float d;
+            int sum;
+            const unsigned codes = a8_group(v, &d, &sum);
+            if (at >= 8 * all) continue;
+            ((unsigned *)sh.q)[at] = codes;
+            if (at % 8 == 0) sh.d[at / 8] = d, sh.gsum[at / 8] = sum;
+        }
+    }
+}
+
 // A block takes `a.rows` neighbouring rows of every chosen expert. Then each row is combined in rank order and added to x.
 // Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
@@ -253,7 +299,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     if (!by_warp)
         block_choose(a.topk.logits, a.topk.E, T, choice);
     else if (warp_id() == 0)
-        warp_choose(a.topk.logits, a.topk.E, T, choice.ids);
+        warp_choose(lane_logits(a.topk.logits, a.topk.E), a.topk.E, T, choice.ids);
     if (warp_id() == warp_count() - 1) {
         for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
     }
@@ -269,23 +315,13 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     }
     const float *x_at = a.add.x + ((int)threadIdx.x < count ? n + (int)threadIdx.x : 0);
     settle(x_at);  // ahead of the wait
-    wait_for_previous(x_at);
     start_next();
-    const float x = load_l2(x_at);
-    const A8Row in = {a.mm.xq, a.mm.xd, a.mm.gsum};
-    const int all = T * groups, codes = 2 * all, scales = codes + all / 4;
-    copy_units(
-        scales + all / 4, blockDim.x, [&](int i) { return in.unit(i, all); },
-        [&](int i) {
-            return i < codes ? sh.q + i : i < scales ? (uint4 *)sh.d + (i - codes) : (uint4 *)sh.gsum + (i - scales);
-        });
+    wait_for_previous(x_at);
+    const float x = load_l2(x_at), p = load_l2(a.combine.weights + ((int)threadIdx.x < T ? (int)threadIdx.x : 0));
+    down_inputs(sh, a.mm.x, T * groups);
+    if ((int)threadIdx.x < T) sh.p[threadIdx.x] = p;
 #pragma unroll 1
-    for (int g = all / 4 * 4 + threadIdx.x; g < all; g += blockDim.x) {
-        sh.d[g] = load_l2(in.d + g);
-        sh.gsum[g] = load_l2(in.gsum + g);
-    }
-#pragma unroll 1
-    for (int t = threadIdx.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
+    for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
     if (!BULK_GATES) copy_wait_all();
     __syncthreads();
     if (count <= 0) return;  // a block too many

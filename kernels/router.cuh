@@ -72,17 +72,20 @@ DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &
 #define WARP_CHOOSE_RANKS 32
 DEVICE bool warp_can_choose(int E, int T) { return E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS; }
 
-DEVICE void warp_choose(const float *logits, int E, int count, int *ids) {
+// The logits of this lane's experts, for warp_choose.
+DEVICE float4 lane_logits(const float *logits, int E) {
     const int lane = lane_id();
+    if (E % 4 == 0) return load_l2((const float4 *)logits + (4 * lane < E ? lane : 0));
     float4 v;
-    if (E % 4 == 0) {
-        v = load_l2((const float4 *)logits + (4 * lane < E ? lane : 0));
-    } else {
-        v.x = load_l2(logits + (4 * lane < E ? 4 * lane : 0));
-        v.y = load_l2(logits + (4 * lane + 1 < E ? 4 * lane + 1 : 0));
-        v.z = load_l2(logits + (4 * lane + 2 < E ? 4 * lane + 2 : 0));
-        v.w = load_l2(logits + (4 * lane + 3 < E ? 4 * lane + 3 : 0));
-    }
+    v.x = load_l2(logits + (4 * lane < E ? 4 * lane : 0));
+    v.y = load_l2(logits + (4 * lane + 1 < E ? 4 * lane + 1 : 0));
+    v.z = load_l2(logits + (4 * lane + 2 < E ? 4 * lane + 2 : 0));
+    v.w = load_l2(logits + (4 * lane + 3 < E ? 4 * lane + 3 : 0));
+    return v;
+}
+
+DEVICE void warp_choose(float4 v, int E, int count, int *ids) {
+    const int lane = lane_id();
     unsigned key[4] = {rank_key(v.x), rank_key(v.y), rank_key(v.z), rank_key(v.w)};
     unsigned order = 0x3210u;  // a nibble for each key: whose it is
 #pragma unroll
@@ -104,13 +107,46 @@ DEVICE void warp_choose(const float *logits, int E, int count, int *ids) {
 #pragma unroll 1
     for (int t = 0; t < count; t++) {
         const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
-        const unsigned mine = key[0] == best ? ~(4u * lane + (order & 3u)) : 0u;  // the lowest index is the largest of these
-        const unsigned first = __reduce_max_sync(FULL_WARP, mine);
-        if (t == lane) ids[t] = (int)~first;
-        if (mine == first) {
+        const unsigned equal = __ballot_sync(FULL_WARP, key[0] == best);
+        if (__ffs((int)equal) - 1 == lane) {  // of equal ones the lowest index
+            ids[t] = 4 * lane + (int)(order & 3u);
             key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
             order >>= 4;
         }
+    }
+}
+
+// The choice of row 0 and its weights to global memory, by the warp whose warp_choose left all ranks in `ids`. v: lane_logits;
+// memory: f32[E rounded up to 4]. The logits come from the lanes: behind a stage's weights a load would take long.
+DEVICE void warp_store_choice(const RouterTopkArgs &a, float4 v, const int *ids, float *memory) {
+    const int lane = lane_id();
+    const float mine[4] = {v.x, v.y, v.z, v.w};
+    bool finite = true;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (4 * lane + j >= a.E) continue;
+        memory[4 * lane + j] = mine[j];
+        finite = finite && (f32_bits(mine[j]) & KESTREL_INF_BITS) != KESTREL_INF_BITS;
+    }
+    __syncwarp();
+    finite = __all_sync(FULL_WARP, finite);
+    const int id = ids[lane < a.T ? lane : 0];
+    const float r_max = memory[ids[0]], p = exp_form(memory[id] - r_max);
+    float denominator;
+    if (a.norm_topk_prob) {
+        denominator = __shfl_sync(FULL_WARP, p, 0);
+#pragma unroll 1
+        for (int t = 1; t < a.T; t++) denominator += __shfl_sync(FULL_WARP, p, t);  // rank order
+    } else {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int e = lane; e < a.E && lane < 8; e += 8) sum += exp_form(memory[e] - r_max);
+        denominator = group_hsum8(sum);  // of lanes 0 to 7
+        denominator = __shfl_sync(FULL_WARP, denominator, 0);
+    }
+    if (lane < a.T) {
+        a.ids[lane] = id;
+        a.weights[lane] = finite ? p / denominator : f32_from_bits(KESTREL_NAN_BITS);
     }
 }
 

@@ -85,7 +85,7 @@ struct GateUpArgs {
     SwigluArgs swiglu;
     QuantizeA8Args a8;
     RouterTopkArgs topk;
-    int slots;  // experts of q4local: units that a block has in flight
+    int slots;  // experts of q4local: quads that a warp has room for
     int reserved;
 };
 

@@ -126,8 +126,8 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     SplitRow in;
     in.open(stream.begin(shared, a.stream, block, blocks), k);
     AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
-    wait_for_previous();
     start_next();
+    wait_for_previous();
     stream.open(out);  // what is added to comes while the input row does
     in.copy(a.mm, k);
     __syncthreads();

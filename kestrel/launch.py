@@ -70,6 +70,7 @@ class Tuning:
     argmax_blocks: int = 64  # of one row, at most
     stage_warps: int = 8  # of the stages that begin with a norm
     stage_blocks: int = 1  # of the stages around one matrix, on a multiprocessor
+    apart: int = 1  # 0: the GPU may place several blocks of a stage on one multiprocessor
     stage_bytes: int = 1 << 16  # weights of a multiprocessor above which the any forms take twice the blocks
     streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
     ring_bytes: int = 96 << 10  # of a block for such rows on their way
@@ -78,7 +79,8 @@ class Tuning:
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
     expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
-    expert_slots: int = 2  # units of 32 rows of both that a block of theirs has in flight, at most
+    expert_warps: int = 12  # of such a block, at most 16
+    expert_slots: int = 4  # quads of theirs, four rows of both, that a warp has in flight, at most
     down_warps: int = 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_threads: int = 256  # of a block, at most 256

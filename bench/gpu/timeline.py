@@ -25,7 +25,7 @@ from kestrel.config import ModelConfig
 from kestrel.cuda.sources import KernelSources, kernel_sources
 
 LAUNCHES, BLOCKS = 256, 300  # of the notes: launches by number, blocks noted of each
-WORDS = 5  # of a block's notes: ready, waited, ended, kernel, multiprocessor
+WORDS = 6  # of a block's notes: ready, waited, ended, kernel, multiprocessor, started
 MOST_LAYERS = (LAUNCHES - 2) // 7  # embedding, seven launches a layer, head: more would share their notes
 
 _NOTES = f"""
@@ -75,8 +75,10 @@ def changed_port(sources: KernelSources, changes: Iterable[tuple[str, str]]) -> 
     return KernelSources(sources.units, {**sources.headers, "port.cuh": port.encode()})
 
 
-def with_ends(sources: KernelSources, call: Callable[[int], str]) -> tuple[KernelSources, list[str]]:
-    """The kernels with ``call(number)`` at the end of each, and their names by number."""
+def with_ends(
+    sources: KernelSources, call: Callable[[int], str], begin: str = ""
+) -> tuple[KernelSources, list[str]]:
+    """The kernels with ``begin`` at the start and ``call(number)`` at the end of each, and their names by number."""
     names: list[str] = []
     units = {}
     for unit, text in sources.units.items():
@@ -86,6 +88,7 @@ def with_ends(sources: KernelSources, call: Callable[[int], str]) -> tuple[Kerne
             found = re.match(r"KERNEL .*?void (?:FORM\()?(k_\w+)", line)
             if found:
                 names.append(found[1])
+                line = line.replace("{", f"{{ {begin}", 1) if begin else line
             kernel = kernel or found is not None
             if kernel and line == "}":
                 line = f"    {call(len(names) - 1)}\n}}"
@@ -101,7 +104,7 @@ def with_ends(sources: KernelSources, call: Callable[[int], str]) -> tuple[Kerne
 def instrumented(sources: KernelSources) -> tuple[KernelSources, list[str]]:
     """The kernels with notes, and their names by number. ValueError if the text is not as expected."""
     port = changed_port(sources, [(RULE, _NOTES + RULE), *_WAITS])
-    return with_ends(port, lambda number: f"timeline_note(2, {number});")
+    return with_ends(port, lambda number: f"timeline_note(2, {number});", "timeline_note(5, 0);")
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Noted:
     """One launch: nanoseconds of the device's clock, an element to each noted block that ran to its end."""
 
     kernel: str
+    started: npt.NDArray[np.int64]
     ready: npt.NDArray[np.int64]
     waited: npt.NDArray[np.int64]
     ended: npt.NDArray[np.int64]
@@ -127,7 +131,7 @@ def launches_of(notes: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) ->
         for launch in module:
             blocks = launch[(launch[:, 1] > 0) & (launch[:, 2] > 0)]
             if len(blocks):
-                found.append(Noted(names[int(blocks[0, 3])], *(blocks[:, i] for i in (0, 1, 2, 4))))
+                found.append(Noted(names[int(blocks[0, 3])], *(blocks[:, i] for i in (5, 0, 1, 2, 4))))
     return sorted(found, key=lambda noted: int(noted.waited.min()))
 
 
@@ -162,7 +166,7 @@ def layer(launches: Sequence[Noted], number: int) -> list[list[str]]:
             noted.kernel,
             str(len(noted.ended)),
             str(len(np.unique(noted.place))),
-            *(f"{x - zero:.0f}" for x in (noted.ready.max(), noted.waited.min())),
+            *(f"{x - zero:.0f}" for x in (noted.started.max(), noted.ready.max(), noted.waited.min())),
             *(f"{x - zero:.0f}" for x in (noted.ended.min(), np.median(noted.ended), noted.ended.max())),
         ]
         for noted in launches[begin:end]
@@ -248,7 +252,17 @@ def main(argv: list[str] | None = None) -> None:
     head = ["kernel", "launches", "end before to wait over", "to median block's end", "to last block's end"]
     print(markdown_table([*head, "ready ahead of it", "most on one SM"], summary(launches)))
     print("\nOne layer, nanoseconds from its first wait:\n")
-    head = ["kernel", "blocks", "SMs", "last ready", "waited", "first end", "median end", "last end"]
+    head = [
+        "kernel",
+        "blocks",
+        "SMs",
+        "last start",
+        "last ready",
+        "waited",
+        "first end",
+        "median end",
+        "last end",
+    ]
     print(markdown_table(head, layer(launches, min(3, given.layers - 1))))
 
 

@@ -10,7 +10,8 @@ from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
-QUADS = 8  # of a unit of gate and up: four rows of each matrix
+QUADS = 8  # of a unit of the any forms of gate and up: four rows of each matrix
+EXPERT_WARPS = 16  # of a block of k_moe_gate_up, at most
 ROUTER_ROWS = 4  # of a block: the slots of a warp
 
 
@@ -40,8 +41,10 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     return Launch("k_norm_router", grid, (32 * t.stage_warps, 1, 1), shared, args)
 
 
-def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Launch | None:
-    """The two matrices, SwiGLU, a8; with ``topk`` the choice of experts ahead of them."""
+def _gate_up(
+    moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True
+) -> Launch | None:
+    """The two matrices, SwiGLU, and a8 where it is wanted; with ``topk`` the choice of experts ahead of them."""
     experts, width, k = topk is not None, swiglu.F, moe.w[0].k
     slots = moe.T if experts else 1
     fits = moe.M == 1 and moe.n_w == 2 and moe.w[0].n == width and moe.w[1].n == width
@@ -49,7 +52,7 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
-    if experts and (launch := _expert_gate_up(moe, swiglu, a8, topk, t)):
+    if experts and not with_a8 and (launch := _expert_gate_up(moe, swiglu, a8, topk, t)):
         return launch
     units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
@@ -64,25 +67,31 @@ def _gate_up(moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None) -> Lau
 
 
 def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Launch | None:
-    """The choice of experts, gate, up, SwiGLU and a8 by rings of bulk copies, for q4local."""
+    """The choice of experts, gate, up and SwiGLU by rings of bulk copies, for q4local."""
     k, width = moe.w[0].k, swiglu.F
     copied = [moe.xq, moe.xd, moe.gsum, *(moe.w[i].scale for i in range(moe.n_w))]
     if not _q4local(moe) or k % 256 or any(address % 16 for address in copied):
         return None
-    groups, units = int(k) // 32, int(moe.T) * (int(width) // 32)
-    warps = 1 << (min(t.gate_up_warps, QUADS).bit_length() - 1)
-    blocks = min(units, t.sms * t.expert_blocks)
+    groups, quads = int(k) // 32, int(moe.T) * (int(width) // 4)
+    blocks = min(quads, t.sms * t.expert_blocks)
+    each = ceil(quads, blocks)
 
-    def shared(slots: int) -> int:
-        return 40 * groups + 512 + router_shared_bytes(topk.E, topk.T) + slots * 4 * (8 + 288 * groups)
+    def shared(warps: int, slots: int) -> int:
+        own = 40 * groups + 16 * warps * slots
+        return own + router_shared_bytes(topk.E, topk.T) + warps * slots * 144 * groups
 
-    slots = min(t.expert_slots, ceil(units, blocks))
-    while slots and shared(slots) > t.shared_limit - STATIC_SHARED:
+    limit = t.shared_limit - STATIC_SHARED
+    turns = ceil(each, min(t.expert_warps, EXPERT_WARPS))
+    while turns < each and shared(ceil(each, turns), 1) > limit:
+        turns += 1
+    warps = ceil(each, turns)
+    slots = turns
+    while slots and shared(warps, slots) > limit:
         slots -= 1
     if not slots:
         return None
-    args = GateUpArgs(moe, swiglu, a8, topk, slots=slots)
-    return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * (warps + 1), 1, 1), shared(slots), args)
+    args = GateUpArgs(moe, swiglu, a8, topk, slots=min(slots, t.expert_slots))
+    return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * warps, 1, 1), shared(warps, args.slots), args)
 
 
 def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
@@ -99,8 +108,8 @@ def _down_any_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     return router_shared_bytes(topk.E, chosen) + 4 * (_round_up(chosen, 4) + chosen * rows)
 
 
-def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
-    """The experts' down matrices, their combination, the residual."""
+def _down(ops: Sequence[Op], topk: Any, h: int, t: Tuning) -> Launch | None:
+    """The experts' down matrices, their combination, the residual; k_moe_down makes the a8 of ``h`` itself."""
     mm, combine, add = (op.args for op in ops)
     fits = mm.M == 1 and mm.n_w == 1 and mm.per_slot == 1 and mm.w[0].k % 32 == 0 and combine.y == mm.y
     if not fits or mm.w[0].wtype == WType.bf16 or add.y != combine.out or add.n != combine.H:
@@ -108,7 +117,7 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
     n, block = mm.w[0].n, (32 * t.down_warps, 1, 1)
     limit = t.shared_limit - STATIC_SHARED
     rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
-    copied = (mm.xq, mm.xd, mm.gsum, mm.w[0].scale)
+    copied = (h, mm.w[0].scale)
     if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
         few = rows
         while few > 4 and _down_shared_bytes(topk, mm, few) > limit:
@@ -116,6 +125,7 @@ def _down(ops: Sequence[Op], topk: Any, t: Tuning) -> Launch | None:
         shared = _down_shared_bytes(topk, mm, few)
         if shared <= limit:
             args = MoeDownArgs(mm, combine, add, topk, rows=few)
+            args.mm.x = h
             return Launch("k_moe_down", (ceil(n, few), 1, 1), block, shared, args)
     shared = _down_any_shared_bytes(topk, mm, rows)
     if shared > limit:
@@ -143,16 +153,19 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
     chosen = chosen and topk.T == up.T == down.T == combine.T
     if not chosen or up.xq != a8.q or down.xq != h_a8.q:
         return None
+    last = _down(ops[7:], topk, swiglu.h, t)
+    with_a8 = last is None or last.kernel != "k_moe_down"
     launches = [
         _norm_router([ops[0], ops[1], ops[3]], t),
-        _gate_up(up, swiglu, h_a8, t, topk),
-        _down(ops[7:], topk, t),
+        _gate_up(up, swiglu, h_a8, t, topk, with_a8),
+        last,
     ]
     found = [launch for launch in launches if launch is not None]
     if len(found) < len(launches):
         return None
-    hidden = outputs(ops[4]) + outputs(ops[7])
-    return Stage(ops, found, written([*ops[:4], *ops[5:7], *ops[8:]]), hidden=hidden)
+    unseen = [ops[4], ops[7]] if found[1].kernel != "k_moe_gate_up" else [ops[4], ops[6], ops[7]]
+    seen = [op for op in ops if op not in unseen]
+    return Stage(ops, found, written(seen), hidden=written(unseen))
 
 
 def gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:

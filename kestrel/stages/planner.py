@@ -21,6 +21,7 @@ from kestrel.ops import Op
 from kestrel.stages.attention import attention
 from kestrel.stages.matmul import head, matmul_add, norm, norm_gate_up
 from kestrel.stages.moe import gate_up, moe_ffn
+from kestrel.stages.placement import keep_apart
 from kestrel.stages.stage import Stage, outputs, overlap, source, written
 from kestrel.tap_schedule import TimedTap, group_taps
 
@@ -91,6 +92,8 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
                     tap = copy
                 pending.append(TimedTap(tap, len(main), 0))
         at += len(stage.ops)
+    if t.apart:
+        main = keep_apart(main, t)
     side = [
         SideLaunch(merge_hashes(group.taps, t), group.after, group.before)
         for group in group_taps(done, t.hash_beside)

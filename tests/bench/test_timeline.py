@@ -41,7 +41,7 @@ def test_the_changed_kernels_compile() -> None:
 def noted(kernel: int, blocks: list[tuple[int, int, int]], places: tuple[int, ...] = (0, 1, 2)) -> np.ndarray:
     notes = np.zeros((BLOCKS, WORDS), np.int64)
     for row, (ready, waited, ended), place in zip(notes, blocks, places, strict=False):
-        row[:] = ready, waited, ended, kernel, place
+        row[:] = ready, waited, ended, kernel, place, ready - 7
     return notes
 
 
@@ -61,8 +61,8 @@ def test_times_of_launches() -> None:
         ["k_a", "1", "40", "45", "50", "80", "2"],
     ]
     assert layer(launches, 1) == [
-        ["k_a", "2", "1", "-80", "0", "40", "45", "50"],
-        ["k_b", "2", "2", "20", "60", "130", "145", "160"],
+        ["k_a", "2", "1", "-87", "-80", "0", "40", "45", "50"],
+        ["k_b", "2", "2", "13", "20", "60", "130", "145", "160"],
     ]
 
 
