@@ -1,6 +1,7 @@
-// The attention stage of a decode step (M = 1) in two launches: k_attn_stage makes the partial states of all chunks, from
-// the raw Q, K and V rows on; k_attn_merge merges them left to right, a block to 32 elements of a head, and quantises the
-// result. Two launches, because on a GPU the end of a launch is the cheapest way to wait for all blocks.
+// The attention stage of a decode step (M = 1) in one launch. A block makes the partial states of a chunk, or of several, for
+// a few query heads of one KV head (a head group), from the raw Q, K and V rows on. The last block of a head group to be done
+// merges its chunks left to right and quantises the result: nobody waits for another block, and no launch has to end before
+// the next one merges.
 #include "attention_chains.cuh"
 #include "warp_rows.cuh"
 
@@ -11,6 +12,33 @@ DEVICE int unit_heads_log2(int per_kv, int nkv, int chunks, int blocks) {
     while ((1 << log2) < UNIT_HEADS && (1 << log2) < per_kv && nkv * ((per_kv + (1 << log2) - 1) >> log2) * chunks > blocks)
         log2++;
     return log2;
+}
+
+// How the work is cut.
+struct Cut {
+    int HS, per_kv, parts;  // heads of a unit, of a KV head; head groups of a KV head
+    int groups, slots;      // head groups of all; items of each: item i is of group i % groups, slot i / groups
+};
+
+DEVICE Cut cut_of(const AttentionArgs &a, int chunks, int blocks) {
+    Cut cut;
+    cut.per_kv = a.nh / a.nkv;
+    const int log2 = unit_heads_log2(cut.per_kv, a.nkv, chunks, blocks);
+    cut.HS = 1 << log2;
+    cut.parts = (cut.per_kv + cut.HS - 1) >> log2;
+    cut.groups = a.nkv * cut.parts;
+    cut.slots = blocks >= cut.groups * chunks ? chunks : blocks < cut.groups ? 1 : blocks / cut.groups;
+    return cut;
+}
+
+DEVICE void take_item(Unit &u, const Cut &cut, int item) {
+    u.slot = item / cut.groups;
+    const int group = item - u.slot * cut.groups;
+    u.kv = group / cut.parts;
+    const int first = (group - u.kv * cut.parts) * cut.HS;  // query head of the KV head
+    u.h0 = u.kv * cut.per_kv + first;
+    u.heads = cut.per_kv - first < cut.HS ? cut.per_kv - first : cut.HS;
+    u.first_of_kv = first == 0;
 }
 
 // Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
@@ -31,7 +59,7 @@ DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float v
     }
 }
 
-// The results of a unit whose chunk is the only one, from its states in shared memory, f32[heads, hd + 4].
+// The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
 DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
     const int hd = st.attn.hd, parts = (hd + 31) / 32;
     int j = 0, part = warp_id();
@@ -46,32 +74,157 @@ DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float 
     }
 }
 
+#define MERGE_GROUP 8
+#define MERGE_PITCH (3 * UNIT_PITCH / 4)          // f32[4] of a head: those of all heads take the place of w, c and p
+#define MERGE_CHUNKS (MERGE_PITCH - MERGE_GROUP)  // of a round: what lies behind the last one is read, too
+
+// Neighbouring chunks of a merge: four elements of their states.
+struct MergeGroup {
+    float4 x[MERGE_GROUP];
+
+    // The first `count` of them, on their way from now on; states: of the first, `stride` floats from the next, and then
+    // behind the group.
+    DEVICE_MEMBER void load(const float *&states, long long stride, int count) {
+#pragma unroll
+        for (int i = 0; i < MERGE_GROUP; i++) {
+            if (i < count) x[i] = load_l2((const float4 *)states);
+            states += stride;
+            settle(states);  // a sum each, where the compiler would make products
+        }
+    }
+    // factors: of the first, as merge_factors leaves them. Those of all are read ahead of the chain.
+    DEVICE_MEMBER void merge(const float4 *factors, int count, float4 &acc, float &l) const {
+#pragma unroll
+        for (int i = 0; i < MERGE_GROUP; i++) {
+            const float4 f = factors[i], merged = merge_four(acc, x[i], f.x, f.y);
+            const float sum = merge_one(l, f.z, f.x, f.y);
+            if (i < count) acc = merged, l = sum;
+        }
+    }
+};
+
+// Factors of `count` chunks of a head: of what is merged before the chunk and of the chunk itself; and its sum. By a warp, a
+// lane to a chunk. m: the maximum of all chunks before, and then of these, too. end: maximum and sum of this lane's first
+// chunk, from end_at, `stride` floats from those of the next.
+DEVICE void merge_factors(float2 end, const float *end_at, long long stride, int count, float &m, float4 *factors) {
+    const int lane = lane_id();
+#pragma unroll 1
+    for (int c = lane; c - lane < count; c += 32) {
+        const bool real = c < count;
+        const float right = real ? end.x : MINUS_INFINITY, sum = end.y;
+        end_at += 32 * stride;
+        if (c + 32 < count) end = load_l2((const float2 *)end_at);
+        float merged = right;
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
+        const float left = __shfl_up_sync(FULL_WARP, merged, 1), before = lane == 0 ? m : fmaxf(m, left);
+        m = fmaxf(m, __shfl_sync(FULL_WARP, merged, 31));
+        if (real) {
+            // One factor is the exponential of the difference, the other exp(0), or NaN of an infinity.
+            const float e = exp_form(-fabsf(right - before));
+            const bool moved = right > before;
+            const float larger = moved ? right : before;
+            const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
+            factors[c] = make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
+        }
+    }
+}
+
+// Merges the states of all chunks of the unit's heads, left to right, into one: f32[heads, hd + 4], without maxima. A warp
+// works out the factors of a head while the states travel, each straight to the thread that merges it, a thread to four
+// elements. Chunks go by in rounds, and in two groups that take turns. A barrier lies ahead of this.
+template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShared &sh, const Unit &u, float *merged) {
+    const int pitch = a.hd + 4, items = u.heads * (a.hd / 4);
+    const long long stride = (long long)a.nh * pitch;  // floats from chunk to chunk
+    float4 *const factors = (float4 *)sh.w;            // [heads, MERGE_PITCH]
+    const int made = UNIT_WARPS - 1 - warp_id();       // the head whose factors this warp makes: the first ones have states
+    const float *const states = partial_state(a, 0, 0, u.h0);
+#pragma unroll 1
+    for (int start = 0; start < 32 * W && start < items; start += UNIT_THREADS) {  // once, if W is 8
+        const unsigned item = start + threadIdx.x, j = item / (unsigned)(a.hd / 4), at = 4 * item - j * a.hd;
+        const float *end_at = states + made * pitch + a.hd + lane_id() * stride, *x_at = states + j * pitch + at;
+        float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float l = 0.0f, m = MINUS_INFINITY;
+#pragma unroll 1
+        for (int c0 = 0; c0 < u.chunks; c0 += MERGE_CHUNKS) {
+            const int count = u.chunks - c0 < MERGE_CHUNKS ? u.chunks - c0 : MERGE_CHUNKS;
+            float2 end = make_float2(0.0f, 0.0f);
+            if (made < u.heads && lane_id() < count) end = load_l2((const float2 *)end_at);
+            const float4 *f = factors + j * MERGE_PITCH;
+            const float *next = x_at;
+            int left = (int)item < items ? count : 0;
+            if (c0 == 0 && left > 0) {  // the first chunk is taken as it is
+                acc = load_l2((const float4 *)next);
+                next += stride;
+                f++;
+                left--;
+            }
+            MergeGroup even, odd;
+            even.load(next, stride, left);
+            if (c0 > 0 || start > 0) __syncthreads();  // all have read the factors before these
+            if (made < u.heads) merge_factors(end, end_at, stride, count, m, factors + made * MERGE_PITCH);
+            end_at += MERGE_CHUNKS * stride;
+            x_at += MERGE_CHUNKS * stride;
+            __syncthreads();
+            if (c0 == 0 && (int)item < items) l = f[-1].z;
+#pragma unroll 1
+            while (left > 0) {
+                odd.load(next, stride, left - MERGE_GROUP);
+                even.merge(f, left, acc, l);
+                left -= MERGE_GROUP;
+                if (left <= 0) break;
+                even.load(next, stride, left - MERGE_GROUP);
+                odd.merge(f + MERGE_GROUP, left, acc, l);
+                left -= MERGE_GROUP;
+                f += 2 * MERGE_GROUP;
+            }
+        }
+        if ((int)item < items) {
+            *(float4 *)(merged + j * pitch + at) = acc;
+            if (at == 0) merged[j * pitch + a.hd + 1] = l;
+        }
+    }
+    __syncthreads();
+}
+
+// What is left when a block has made the states of all its items: of each head group the last block to get here merges the
+// chunks. Behind all of the units, so that neither takes registers from the other. u, item: the block's last one.
+template <int W>
+DEVICE void merge_items(const AttentionStageArgs &st, const UnitShared &sh, Unit u, int item, int blocks) {
+#pragma unroll 1
+    for (;;) {
+        if (last_block_to_arrive((unsigned *)st.attn.work + u.h0, u.slots, sh.arrived)) {
+            merge_chunks<W>(st.attn, sh, u, sh.s);
+            store_unit(st, u, sh.s);
+        }
+        item -= blocks;
+        if (item < 0) break;
+        settle(u.chunks);  // the cut is made anew: kept, it would take registers from the merge
+        take_item(u, cut_of(st.attn, u.chunks, blocks), item);
+    }
+}
+
 template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
     const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
     touch_exp_table();
     const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
-    const int per_kv = a.nh / a.nkv, log2 = unit_heads_log2(per_kv, a.nkv, pos / CHUNK + 1, blocks);
-    const int HS = 1 << log2, parts = (per_kv + HS - 1) >> log2, groups = a.nkv * parts;
     Unit u;
     u.pos = pos;
     u.chunks = pos / CHUNK + 1;
     u.base = load_l2(a.base);
-    u.slots = blocks >= groups * u.chunks ? u.chunks : blocks < groups ? 1 : blocks / groups;
+    const Cut cut = cut_of(a, u.chunks, blocks);
+    const int HS = cut.HS;
+    u.slots = cut.slots;
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
     const UnitQuads quads = unit_quads(HS, a.hd);
     const float inverse_hd = 1.0f / (float)a.hd;
     const bool maker = unit_makers(HS) == 0 || warp_id() < unit_makers(HS);  // of rows, which come from the launch before
     bool waited = false;
+    int item = block;
 #pragma unroll 1
-    for (int item = block; item < groups * u.slots; item += blocks) {  // once, if there are blocks enough
-        u.slot = item / groups;
-        const int group = item - u.slot * groups;
-        u.kv = group / parts;
-        const int first = (group - u.kv * parts) * HS;  // query head of the KV head
-        u.h0 = u.kv * per_kv + first;
-        u.heads = per_kv - first < HS ? per_kv - first : HS;
-        u.first_of_kv = first == 0;
+    for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
+        take_item(u, cut, item);
 #pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
             const int begin = chunk * CHUNK;
@@ -146,12 +299,13 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             __syncthreads();
             unit_states<16 * W>(a, sh, u, HS, count, states);
             __syncthreads();
-            if (u.chunks == 1) {
-                store_unit(st, u, sh.s);
-                if (item + blocks < groups) __syncthreads();  // the next unit's squares take the place of these states
-            }
+        }
+        if (u.chunks == 1) {
+            store_unit(st, u, sh.s);
+            if (item + blocks < cut.groups) __syncthreads();  // the next unit's squares take the place of these states
         }
     }
+    if (u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
 }
 
 // 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.
@@ -162,129 +316,4 @@ KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionSta
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
-}
-
-// Four chunks of a merge: factors of what is merged and of the chunk, the chunk's sum; one element of its state.
-struct MergeGroup {
-    float4 f[4];
-    float x[4];
-
-    DEVICE_MEMBER void load(const float4 *factors, const float *states) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            f[i] = factors[i];
-            x[i] = states[32 * i];
-        }
-    }
-    // The first `count` of them.
-    DEVICE_MEMBER void merge(int count, float &acc, float &l) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= count) continue;
-            acc = merge_one(acc, x[i], f[i].x, f[i].y);
-            l = merge_one(l, f[i].z, f[i].x, f[i].y);
-        }
-    }
-};
-
-// Elements 32 * part to 32 * part + 31 of head h, and their a8 where the head is made of groups: the states travel all at
-// once; a thread to a chunk works out the factors; then a lane to an element. Chunks go by as many as there are threads.
-// Shared: f32[threads + 8, 4], f32[threads + 8, 32], f32[warps]; the chain reads eight chunks past the last. Waits for the
-// launch before, when all addresses are there.
-DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int h, int part, int chunks) {
-    const AttentionArgs &a = st.attn;
-    const int lane = lane_id(), threads = blockDim.x, first = 32 * part, own = threadIdx.x;
-    const int units = (a.hd - first < 32 ? a.hd - first : 32) / 4;  // of 16 bytes
-    float4 *const factors = (float4 *)shared;  // of the merged chunks and of the one that comes, its sum, unused
-    float *const states = (float *)(factors + threads + 8);
-    float *const totals = states + 32 * (threads + 8);
-    const float *const source = partial_state(a, 0, 0, h);
-    const long long stride = (long long)a.nh * (a.hd + 4);  // floats from chunk to chunk
-    const float *end_at = source + own * stride + a.hd;                    // of this thread's chunk
-    const float *copy_at = source + own / 8 * stride + first + own % 8 * 4;  // what it copies of every threads / 8 chunks
-    const long long step = threads / 8 * stride;
-    float acc = 0.0f, l = 0.0f;  // of the first warp's lanes
-    float m = MINUS_INFINITY;    // of the chunks before these
-    start_next();  // ahead of the wait: see port.cuh
-    wait_for_previous((const void *)((unsigned long long)end_at | (unsigned long long)copy_at));
-#pragma unroll 1
-    for (int c0 = 0; c0 < chunks; c0 += threads) {
-        const int count = chunks - c0 < threads ? chunks - c0 : threads;
-        float right = MINUS_INFINITY, sum = 0.0f;
-        if (own < count) {
-            const float4 end = load_l2((const float4 *)end_at);
-            right = end.x, sum = end.y;
-        }
-        if (own % 8 < units) {
-            const float *at = copy_at;
-#pragma unroll 1
-            for (int c = own / 8; c < count; c += threads / 8, at += step)
-                copy_async_16(states + 32 * c + own % 8 * 4, at);
-        }
-        end_at += threads * stride;
-        copy_at += threads * stride;
-        float merged = right;
-#pragma unroll
-        for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
-        if (lane == 31) totals[warp_id()] = merged;
-        float before = __shfl_up_sync(FULL_WARP, merged, 1);
-        if (lane == 0) before = MINUS_INFINITY;
-        __syncthreads();
-        before = fmaxf(before, m);
-#pragma unroll 1
-        for (int v = 0; v < warp_count(); v++) {
-            const float total = totals[v];
-            if (v < warp_id()) before = fmaxf(before, total);
-            m = fmaxf(m, total);
-        }
-        if (own < count) {
-            // One factor is the exponential of the difference, the other exp(0), or NaN of an infinity.
-            const float e = exp_form(-fabsf(right - before));
-            const bool moved = right > before;
-            const float larger = moved ? right : before;
-            const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
-            factors[own] = make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
-        }
-        copy_wait_all();
-        __syncthreads();
-        if (warp_id() == 0) {
-            const float4 *f = factors;
-            const float *x = states + lane;
-            int left = count;
-            if (c0 == 0) {  // the first chunk is taken as it is
-                acc = *x;
-                l = f->z;
-                f++;
-                x += 32;
-                left--;
-            }
-            MergeGroup even, odd;
-            even.load(f, x);
-#pragma unroll 1
-            for (; left > 0; left -= 8) {
-                odd.load(f + 4, x + 128);
-                even.merge(left, acc, l);
-                f += 8;
-                x += 256;
-                even.load(f, x);
-                odd.merge(left - 4, acc, l);
-            }
-        }
-        if (c0 + threads < chunks) __syncthreads();
-    }
-    if (warp_id() == 0) store_result(st, h, first, acc, l);
-}
-
-// Grid: along x a block to every 32 elements of a head, along y the heads. Threads: a multiple of 32. Dynamic shared: as for
-// merge_part.
-KERNEL LAUNCH_BOUNDS(256) void FORM(k_attn_merge)(const AttentionStageArgs a) {
-    DYNAMIC_SHARED(shared);
-    touch_exp_table();
-    const int chunks = load_l2(a.attn.pos) / CHUNK + 1;  // as in attention_stage
-    if (chunks == 1) {  // its units have stored the result themselves
-        start_next();
-        wait_for_previous();
-        return;
-    }
-    merge_part(a, shared, blockIdx.y, blockIdx.x, chunks);
 }

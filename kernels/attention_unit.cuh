@@ -20,6 +20,7 @@ struct UnitShared {
     float *ks, *vs;        // f32[CHUNK]; vs is +0 past the chunk's positions
     float *qs;             // f32[HS]
     float *new_scale;      // f32[2]: ks and vs of the new row
+    unsigned *arrived;     // u32[1]: of last_block_to_arrive
     float *max;            // f32[HS]: maximum of the chunk
     unsigned *totals;      // u32[UNIT_WARPS]: order_key of the maximum of the positions of each warp
     unsigned *moved;       // u32[HS, CHUNK / 64]: bit i: the maximum moved at positions 2 * i or 2 * i + 1 of 64; for one
@@ -43,6 +44,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     sh.vs = sh.ks + CHUNK;
     sh.qs = sh.vs + CHUNK;
     sh.new_scale = sh.qs + UNIT_HEADS;
+    sh.arrived = (unsigned *)(sh.new_scale + 2);
     sh.max = sh.new_scale + 4;
     sh.totals = (unsigned *)(sh.max + UNIT_HEADS);
     sh.moved = sh.totals + UNIT_WARPS;

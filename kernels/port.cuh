@@ -161,8 +161,7 @@ DEVICE void touch_l1(const void *p) { asm volatile("prefetch.L1 [%0];" ::"l"(p))
 // calls wait_for_previous, which returns when the kernel before it has ended and its writes can be seen, and only after
 // that start_next, which lets the next kernel begin. So a kernel that has begun knows that the kernel two before it has
 // ended. Ahead of its own wait it may therefore read weights, and, past L1 (load_l2), what the kernel two before it or
-// an earlier one wrote; it may write nothing. k_attn_merge alone lets the next kernel begin first and then waits: it is
-// short, and what follows it reads nothing but weights ahead of its own wait.
+// an earlier one wrote; it may write nothing.
 #if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The same, when address `ready` is there, which is not null: so that it is computed ahead of the wait.

@@ -64,7 +64,6 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
-    merge_threads: int = 128
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -99,7 +98,6 @@ PROGRAMMATIC = frozenset(
         *(name for name in MATRIX_STAGES if not name.startswith("k_head")),  # they want L1, not shared memory
         "k_attn_stage",
         "k_attn_stage_wide",
-        "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
         *EXPERT_STAGES,
@@ -113,7 +111,7 @@ PROGRAMMATIC = frozenset(
 
 # Of these, the ones that let the next kernel begin before they wait. What may follow them reads nothing but
 # weights ahead of its own wait: not what the kernel two before it wrote, which may still run.
-STARTS_NEXT_FIRST = frozenset({"k_attn_merge"})
+STARTS_NEXT_FIRST: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -225,11 +223,6 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     keys = max(CHUNK * head_dim, 4 * (3 * positions * heads + 16))
     values = CHUNK * (128 if head_dim <= 128 else 256)
     return 4 * floats + (heads + 2) * head_dim + values + keys
-
-
-def attention_merge_shared_bytes(threads: int) -> int:
-    """Dynamic shared memory of a block that merges the chunks of 32 elements of a head (``merge_part``)."""
-    return 4 * (threads + 8) * (4 + 32) + _round_up(4 * threads // 32, 16)
 
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:
@@ -417,7 +410,6 @@ _FAST_ATTENTION = {
     "k_attn_decode_online": "k_attn_fast",
     "k_attn_stage": "k_attn_stage_fast",
     "k_attn_stage_wide": "k_attn_stage_wide_fast",
-    "k_attn_merge": "k_attn_merge_fast",
 }
 
 

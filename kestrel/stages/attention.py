@@ -11,13 +11,12 @@ from kestrel.launch import (
     STATIC_SHARED,
     Launch,
     Tuning,
-    attention_merge_shared_bytes,
     attention_stage_shared_bytes,
     check_head_dim,
 )
 from kestrel.ops import Op
 from kestrel.stages.args import AttentionStageArgs
-from kestrel.stages.stage import Stage, ceil, names, written
+from kestrel.stages.stage import Stage, names, written
 
 
 def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
@@ -31,7 +30,7 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     check_head_dim(attn.hd)
     shared = attention_stage_shared_bytes(attn.hd)
-    if shared > t.shared_limit - STATIC_SHARED:
+    if shared > t.shared_limit - STATIC_SHARED or attn.nh > ATTENTION_COUNTERS:  # one for a group of heads
         return None
     args = AttentionStageArgs(rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2))
     if norms:
@@ -55,16 +54,7 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return int((args.normed if i < norms else args.roped) + address - q)
 
     kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
-    found = [
-        Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args),
-        Launch(
-            "k_attn_merge",
-            (ceil(attn.hd, 32), attn.nh, 1),
-            (t.merge_threads, 1, 1),
-            attention_merge_shared_bytes(t.merge_threads),
-            args,
-        ),
-    ]
+    found = [Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
     stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
     # q and k stay as the matmul left them: the stage works on copies.
     return Stage(ops[:count], found, [stored, *written(ops[norms + 1 : count])], moved=moved)
