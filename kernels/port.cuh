@@ -87,6 +87,14 @@ DEVICE unsigned load_l2(const unsigned *p) {
     return v;
 }
 
+// atomicInc that releases what this thread has written or seen behind a barrier, and acquires what others have so released:
+// one fence, where a fence on each side of it would make two.
+DEVICE unsigned arrive(unsigned *counter, unsigned last) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    return before;
+}
+
 // A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
 // value itself not later than here.
 DEVICE void settle(int &v) { asm volatile("" : "+r"(v)); }
@@ -202,6 +210,7 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
+DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 DEVICE void settle(int &) {}
 template <class T> DEVICE void settle(T *&) {}
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
@@ -278,11 +287,7 @@ DEVICE int warp_count() { return (int)(blockDim.x >> 5); }
 // them wrote. The whole block calls it; `slot` is u32[1] of shared memory.
 DEVICE bool last_block_to_arrive(unsigned *counter, int blocks, unsigned *slot) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();  // with the barriers it orders the writes of the whole block
-        *slot = atomicInc(counter, (unsigned)blocks - 1u);
-        __threadfence();
-    }
+    if (threadIdx.x == 0) *slot = arrive(counter, (unsigned)blocks - 1u);  // the barriers make it the whole block's
     __syncthreads();
     return *slot == (unsigned)blocks - 1u;
 }
