@@ -60,7 +60,9 @@ def bytes_of(args: ctypes.Structure, depth: int) -> int:
 
 
 def launch_bytes(launch: Launch, depth: int) -> int:
-    """The same of a launch."""
+    """The same of a launch, which may share its arguments with another one of its stage."""
+    if launch.kernel.startswith("k_attn_merge"):
+        return 0  # partial states, from the cache; the K and V rows are k_attn_stage's
     if getattr(launch.args, "phase", 0):
         return 0  # a long row that is hashed, as the launch before left it
     if launch.table:

@@ -91,9 +91,11 @@ DEVICE Softened soften(float s, float before, float vs, bool real) {
     x.c = 1.0f;
     x.p = real ? exp_form(s - before) : -0.0f;
 #else
-    const float e = exp_form(-fabsf(s - before));
+    const float e = exp_form(-fabsf(s - before)), idle = real ? e : -0.0f;
+    int one = s < f32_from_bits(KESTREL_INF_BITS) ? 0x3f800000 : (int)KESTREL_NAN_BITS;
+    settle(one);  // or the compiler makes a branch of it
     x.c = x.moved ? e : 1.0f;
-    x.p = x.moved ? (s < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS)) : real ? e : -0.0f;
+    x.p = x.moved ? f32_from_bits((unsigned)one) : idle;
 #endif
     x.w = x.p * vs;
     return x;
@@ -136,8 +138,53 @@ DEVICE void unit_softmax_one(const UnitShared &sh, int count, float score) {
     if (lane == 0) sh.moved[warp_id()] = bits;
 }
 
-// The same of HS heads, two or more: 8 / HS warps to a head, a lane to two neighbouring positions of 64 at a time. end:
-// count, rounded up to UNIT_STEP. A barrier lies between the scores and this.
+// PARTS times 64 positions from t0 on of one head, two neighbouring ones of each 64 to a lane: the prefix maxima of all
+// parts side by side, since each is a chain of shuffles, then the exponentials. m: the maximum before them, which becomes
+// that behind them, or, in the fast form, the maximum of the chunk.
+template <int PARTS> DEVICE void unit_soften(const UnitShared &sh, int head, int t0, int count, float &m) {
+    const int lane = lane_id(), first = t0 + 2 * lane, at = head * UNIT_PITCH + first;
+    float s[2 * PARTS], before[2 * PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        const float2 both = *(const float2 *)(sh.s + at + 64 * i);
+        s[2 * i] = first + 64 * i < count ? both.x : MINUS_INFINITY;
+        s[2 * i + 1] = first + 64 * i + 1 < count ? both.y : MINUS_INFINITY;
+    }
+#if KESTREL_FAST
+#pragma unroll
+    for (int i = 0; i < 2 * PARTS; i++) before[i] = m;
+#else
+    float run[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) run[i] = fmaxf(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) run[i] = fmaxf(run[i], __shfl_up_sync(FULL_WARP, run[i], step));
+    }
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        const float left = __shfl_up_sync(FULL_WARP, run[i], 1);
+        before[2 * i] = lane == 0 ? m : fmaxf(m, left);
+        before[2 * i + 1] = fmaxf(before[2 * i], s[2 * i]);
+        m = fmaxf(m, __shfl_sync(FULL_WARP, run[i], 31));
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        const float2 vs = *(const float2 *)(sh.vs + first + 64 * i);
+        const Softened x0 = soften(s[2 * i], before[2 * i], vs.x, first + 64 * i < count);
+        const Softened x1 = soften(s[2 * i + 1], before[2 * i + 1], vs.y, first + 64 * i + 1 < count);
+        *(float2 *)(sh.p + at + 64 * i) = make_float2(x0.p, x1.p);
+        *(float2 *)(sh.w + at + 64 * i) = make_float2(x0.w, x1.w);
+        *(float2 *)(sh.c + at + 64 * i) = make_float2(x0.c, x1.c);
+        const unsigned bits = __ballot_sync(FULL_WARP, x0.moved || x1.moved);
+        if (lane == 0) sh.moved[head * (CHUNK / 64) + t0 / 64 + i] = bits;
+    }
+}
+
+// The same of HS heads, two or more: 8 / HS warps to a head. end: count, rounded up to UNIT_STEP. A barrier lies between the
+// scores and this.
 DEVICE void unit_softmax_many(const UnitShared &sh, int HS, int count, int end) {
     const int lane = lane_id(), head = warp_id() * HS / UNIT_WARPS;
     const int part = warp_id() * HS % UNIT_WARPS;  // in positions of 32
@@ -153,36 +200,13 @@ DEVICE void unit_softmax_many(const UnitShared &sh, int HS, int count, int end) 
     for (int t = lane; t < known; t += 32) m = fmaxf(m, s[t]);
     if (known > 0) m = of_order_key(__reduce_max_sync(FULL_WARP, order_key(m)));
 #pragma unroll 1
-    for (int t0 = first; t0 < last; t0 += 64) {
-        const int t = t0 + 2 * lane, at = head * UNIT_PITCH + t;
-        const float2 both = *(const float2 *)(sh.s + at), vs = *(const float2 *)(sh.vs + t);
-        const float s0 = t < count ? both.x : MINUS_INFINITY, s1 = t + 1 < count ? both.y : MINUS_INFINITY;
-#if KESTREL_FAST
-        const float before0 = m, before1 = m;
-#else
-        float run = fmaxf(s0, s1);
-#pragma unroll
-        for (int step = 1; step < 32; step <<= 1) run = fmaxf(run, __shfl_up_sync(FULL_WARP, run, step));
-        const float left = __shfl_up_sync(FULL_WARP, run, 1);
-        const float before0 = lane == 0 ? m : fmaxf(m, left), before1 = fmaxf(before0, s0);
-        m = fmaxf(m, __shfl_sync(FULL_WARP, run, 31));
-#endif
-        const Softened x0 = soften(s0, before0, vs.x, t < count), x1 = soften(s1, before1, vs.y, t + 1 < count);
-        *(float2 *)(sh.p + at) = make_float2(x0.p, x1.p);
-        *(float2 *)(sh.w + at) = make_float2(x0.w, x1.w);
-        *(float2 *)(sh.c + at) = make_float2(x0.c, x1.c);
-        const unsigned bits = __ballot_sync(FULL_WARP, x0.moved || x1.moved);
-        if (lane == 0) sh.moved[head * (CHUNK / 64) + t0 / 64] = bits;
+    for (int t0 = first; t0 < last; t0 += 128) {
+        if (HS == 2)  // there are no more
+            unit_soften<1>(sh, head, t0, count, m);
+        else  // positions behind the last are idle ones, too
+            unit_soften<2>(sh, head, t0, count, m);
     }
     if (lane == 0 && part + HS == UNIT_WARPS) sh.max[head] = m;
-}
-
-// Where a maximum moved, of HPT heads from j0 on: the bits of the word that position t is in, two positions to a bit.
-template <int HPT> DEVICE unsigned unit_moved(const UnitShared &sh, int j0, int t) {
-    unsigned bits = 0u;
-#pragma unroll
-    for (int j = 0; j < HPT; j++) bits |= sh.moved[(j0 + j) * (CHUNK / 64) + t / 64];
-    return bits;
 }
 
 // Bit i: the maximum of one of the HS heads moved within sixteen positions from 16 * i on; the bit behind those of `end`
@@ -292,82 +316,133 @@ DEVICE void unit_chain(const UnitShared &sh, int at, int j0, int begin, [[maybe_
 #endif
 }
 
-// What four neighbouring positions add to EACH neighbouring elements of four heads: V, in rows of PITCH words to four
-// positions, and the weights. Here instructions count, not latency: the heads share the conversion of V, the elements the
-// weights.
-template <int EACH, int PITCH> struct ValueGroup {
-    unsigned x[EACH];
-    float w[4][4];
+// Bit i: the maximum of one of H heads, the first of them j0, moved within eight positions from 8 * (i + 1) on; the bit
+// behind those of `end` positions is the last one set. All lanes of the warp call it, with the same j0.
+template <int H> DEVICE unsigned unit_moved_eights(const UnitShared &sh, int j0, int end) {
+    const int i = lane_id();
+    unsigned bits = 0u;  // of sixteen positions
+#pragma unroll
+    for (int j = 0; j < H; j++) bits |= ((const unsigned char *)sh.moved)[(j0 + j) * (CHUNK / 16) + i / 2];
+    const unsigned behind = 1u << (end / 8 - 1);
+    return (__ballot_sync(FULL_WARP, (bits >> 4 * (i % 2) & 15u) != 0u) >> 1 & (behind - 1u)) | behind;
+}
 
-    DEVICE_MEMBER static void load_weights(const float *weights, float (*w)[4]) {
+// V of four positions as the bits of floats, see value_float.
+struct ValueBytes {
+    unsigned magic;
+
+    DEVICE_MEMBER void start() { magic = (unsigned)value_magic(); }
+    template <int E> DEVICE_MEMBER void convert(const unsigned (&words)[E], int (*to)[4]) const {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float4 four = *(const float4 *)(weights + j * UNIT_PITCH);
-            w[j][0] = four.x, w[j][1] = four.y, w[j][2] = four.z, w[j][3] = four.w;
-        }
-    }
-    // v: the first element's word at the four positions; weights: f32[4, UNIT_PITCH] there
-    DEVICE_MEMBER void load(const unsigned *v, const float *weights) {
-        if (EACH == 2) {
-            const uint2 both = *(const uint2 *)v;
-            x[0] = both.x, x[EACH - 1] = both.y;
-        } else {
-            x[0] = *v;
-        }
-        load_weights(weights, w);
-    }
-    // acc[j] = fma(w, v, acc[j] * c) in order, without the products where no maximum `moved`.
-    DEVICE_MEMBER void add(bool moved, const float *factors, int magic, float (*acc)[EACH]) const {
-        float c[4][4];
-        if (!KESTREL_FAST && moved) {
-            load_weights(factors, c);
-            add_four<true>(c, magic, acc);
-        } else {
-            add_four<false>(c, magic, acc);
-        }
-    }
-    template <bool MOVED> DEVICE_MEMBER void add_four(const float (*c)[4], int magic, float (*acc)[EACH]) const {
+        for (int e = 0; e < E; e++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-#pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                const float value = value_float(x[e], i, magic);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    acc[j][e] = fma_f32(w[j][i], value, MOVED ? acc[j][e] * c[j][i] : acc[j][e]);
-            }
+            for (int i = 0; i < 4; i++) to[e][i] = (int)__byte_perm(words[e], magic, 0x7440u + (unsigned)i);
         }
     }
 };
 
-// acc[j] of EACH elements from word `at` of four heads, the first of them j0, over positions begin .. end - 1, both
-// multiples of UNIT_STEP. Two groups take turns, so that the next is read behind the chain of this one; at the end what lies
-// behind the arrays of the chunk is read, too, and not used.
-template <int EACH, int PITCH>
-DEVICE void unit_values(const UnitShared &sh, int at, int j0, int begin, int end, float (*acc)[EACH]) {
-    const unsigned *v = (const unsigned *)sh.v8 + at + begin / 4 * PITCH;
-    const float *w = sh.w + j0 * UNIT_PITCH + begin, *c = sh.c + j0 * UNIT_PITCH + begin;
-    unsigned moved = 0u;
-    const int magic = value_magic();
+DEVICE void load_words(const unsigned *p, unsigned (&x)[1]) { x[0] = *p; }
+DEVICE void load_words(const unsigned *p, unsigned (&x)[2]) {
+    const uint2 v = *(const uint2 *)p;
+    x[0] = v.x, x[1] = v.y;
+}
+DEVICE void load_words(const unsigned *p, unsigned (&x)[4]) {
+    const uint4 v = *(const uint4 *)p;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+
+DEVICE void store_floats(float *p, const float (&x)[1]) { *p = x[0]; }
+DEVICE void store_floats(float *p, const float (&x)[2]) { *(float2 *)p = make_float2(x[0], x[1]); }
+DEVICE void store_floats(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]); }
+
+// The chains of E neighbouring elements of H heads, four positions at a time, in two turns. Here instructions count, not
+// latency: the heads share the conversion of V, the elements the weights. Behind the chain of one turn all is made ready for
+// the same turn of the next eight positions. So at the end positions behind the last are read, too, and not used.
+template <int H, int E, int PITCH> struct ValueChains {
+    ValueBytes bytes;
+    unsigned words[2][E];  // V of the four positions behind the next, as it is stored
+    int x[2][E][4];        // V of each turn's four, as bits of floats that are 2^23 + 128 too large
+    float w[2][H][4];      // their weights
+
+    DEVICE_MEMBER static void load_weights(const float *weights, float (*w)[4]) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-#pragma unroll
-        for (int e = 0; e < EACH; e++) acc[j][e] = 0.0f;
+        for (int j = 0; j < H; j++) {
+            const float4 four = *(const float4 *)(weights + j * UNIT_PITCH);
+            w[j][0] = four.x, w[j][1] = four.y, w[j][2] = four.z, w[j][3] = four.w;
+        }
     }
-    ValueGroup<EACH, PITCH> even, odd;
-    even.load(v, w);
+    // acc[j] = fma(w, v, acc[j] * c) in order; c is 1 where the maximum of a head did not move, which changes nothing.
+    template <bool MOVED> DEVICE_MEMBER void add_four(int turn, const float *factors, float (*acc)[E]) const {
+        float c[H][4];
+        if (MOVED) load_weights(factors, c);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+                const float value = f32_from_bits((unsigned)x[turn][e][i]) - 8388736.0f;
+#pragma unroll
+                for (int j = 0; j < H; j++)
+                    acc[j][e] = fma_f32(w[turn][j][i], value, MOVED ? acc[j][e] * c[j][i] : acc[j][e]);
+            }
+        }
+    }
+    // v: the first element's word at the first position, rows of PITCH words to four; weights: f32[H, UNIT_PITCH] there
+    DEVICE_MEMBER void start(const unsigned *v, const float *weights) {
+        bytes.start();
+#pragma unroll
+        for (int turn = 0; turn < 2; turn++) {
+            load_words(v + turn * PITCH, words[turn]);
+            bytes.convert(words[turn], x[turn]);
+            load_weights(weights + 4 * turn, w[turn]);
+        }
+        load_words(v + 2 * PITCH, words[0]);
+    }
+    // Adds four positions; v, weights, factors: at the first of the eight.
+    template <bool MOVED>
+    DEVICE_MEMBER void add(int turn, const unsigned *v, const float *weights, const float *factors, float (*acc)[E]) {
+        add_four<MOVED>(turn, factors + 4 * turn, acc);
+        bytes.convert(words[turn], x[turn]);
+        load_weights(weights + 8 + 4 * turn, w[turn]);
+        load_words(v + (3 + turn) * PITCH, words[1 - turn]);
+    }
+};
+
+// acc[j] of E elements from word `at` of H heads, the first of them j0, over the unit's positions up to `end`, a multiple of
+// UNIT_STEP. All lanes of the warp call it, with the same j0.
+template <int H, int E, int PITCH> DEVICE void unit_values(const UnitShared &sh, int at, int j0, int end, float (*acc)[E]) {
+    const unsigned *v = (const unsigned *)sh.v8 + at;
+    const float *w = sh.w + j0 * UNIT_PITCH;
+    const int to_c = (int)(sh.c - sh.w);
+    ValueChains<H, E, PITCH> chains;
+    chains.start(v, w);
+#pragma unroll
+    for (int j = 0; j < H; j++) {
+#pragma unroll
+        for (int e = 0; e < E; e++) acc[j][e] = 0.0f;
+    }
+#if KESTREL_FAST
 #pragma unroll 1
-    for (int t0 = begin; t0 < end; t0 += 8) {
-        if (!KESTREL_FAST && t0 % 64 == 0) moved = unit_moved<4>(sh, j0, t0);
-        odd.load(v + PITCH, w + 4);
-        even.add((moved & 3u) != 0u, c, magic, acc);
-        v += 2 * PITCH;
-        w += 8;
-        even.load(v, w);
-        odd.add((moved & 12u) != 0u, c + 4, magic, acc);
-        c += 8;
-        moved >>= 4;
+    for (int t = 0; t < end; t += 8, v += 2 * PITCH, w += 8) {
+        chains.template add<false>(0, v, w, w + to_c, acc);
+        chains.template add<false>(1, v, w, w + to_c, acc);
     }
+#else
+    unsigned moved = unit_moved_eights<H>(sh, j0, end);
+#pragma unroll 1
+    for (;;) {  // the maximum moves at the first position
+        chains.template add<true>(0, v, w, w + to_c, acc);
+        chains.template add<true>(1, v, w, w + to_c, acc);
+        v += 2 * PITCH, w += 8;
+#pragma unroll 1
+        for (; (moved & 1u) == 0u; moved >>= 1, v += 2 * PITCH, w += 8) {
+            chains.template add<false>(0, v, w, w + to_c, acc);
+            if (moved == 0u) break;  // never so; without a branch the reads of both turns would all stand behind the chains
+            chains.template add<false>(1, v, w, w + to_c, acc);
+        }
+        if (moved == 1u) break;
+        moved >>= 1;
+    }
+#endif
 }
 
 #if !KESTREL_FAST
@@ -409,6 +484,27 @@ DEVICE float unit_sum(const UnitShared &sh, int j, unsigned moved) {
 }
 #endif
 
+// The elements of all heads, H heads and E elements to a thread, to to[j * pitch + element], by `warps` warps of which this
+// one is the warp-th. Whole warps take part: those of their lanes that have no elements do what the first does.
+template <int H, int E, int PITCH>
+DEVICE void unit_value_rows(const UnitShared &sh, int HS, int hd, int end, float *to, int pitch, int heads, int warp,
+                            int warps) {
+    int j0 = 0, at = E * (32 * warp + lane_id());
+#pragma unroll 1
+    for (;; at += E * 32 * warps) {
+        const int row = (hd + 32 * E - 1) & -(32 * E);  // of H heads, in whole warps
+#pragma unroll 1
+        for (; at >= row; at -= row) j0 += H;
+        if (j0 >= HS) break;
+        float acc[H][E];
+        unit_values<H, E, PITCH>(sh, at < hd ? at : 0, j0, end, acc);
+        float *first = to + j0 * pitch + unit_element_at(at, hd);
+#pragma unroll
+        for (int j = 0; j < H; j++, first += pitch)
+            if (at < hd && j0 + j < heads) store_floats(first, acc[j]);
+    }
+}
+
 // The elements of all heads over positions begin .. end - 1 to to[j * pitch + element], by `threads` threads of which this
 // one is the thread-th: as many heads and elements to a thread as leave work for four warps.
 template <int PITCH>
@@ -421,35 +517,24 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
         to[unit_element_at(thread, hd)] = acc[0];
         return;
     }
-    const int all = HS * hd, each = HS == 2 || all < 512 ? 2 : 4;  // heads of a thread
-    const bool two = HS == 8 && all >= 1024;                       // elements of a thread
-    const int row = two ? hd / 2 : hd;                             // items of `each` heads
-    int j0 = 0, in_row = thread;
+    if (HS * hd >= 1024 && HS == UNIT_HEADS) {
+        unit_value_rows<4, 2, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
+        return;
+    }
+    if (HS * hd >= 512 && HS >= 4) {
+        unit_value_rows<2, 2, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
+        return;
+    }
+    int j0 = 0, at = thread;
 #pragma unroll 1
-    for (;; in_row += threads) {
+    for (;; at += threads) {
 #pragma unroll 1
-        for (; in_row >= row; in_row -= row) j0 += each;
+        for (; at >= hd; at -= hd) j0 += 2;
         if (j0 >= HS) break;
-        const int at = two ? 2 * in_row : in_row;
-        float *first = to + j0 * pitch + unit_element_at(at, hd);
-        if (each == 2) {
-            float acc[2];
-            unit_chain<2, PITCH>(sh, at, j0, begin, end, moved, acc);
-            if (j0 < heads) first[0] = acc[0];
-            if (j0 + 1 < heads) first[pitch] = acc[1];
-        } else if (!two) {
-            float acc[4][1];
-            unit_values<1, PITCH>(sh, at, j0, begin, end, acc);
-#pragma unroll
-            for (int j = 0; j < 4; j++, first += pitch)
-                if (j0 + j < heads) *first = acc[j][0];
-        } else {
-            float acc[4][2];
-            unit_values<2, PITCH>(sh, at, j0, begin, end, acc);
-#pragma unroll
-            for (int j = 0; j < 4; j++, first += pitch)
-                if (j0 + j < heads) *(float2 *)first = make_float2(acc[j][0], acc[j][1]);
-        }
+        float acc[2], *const first = to + j0 * pitch + unit_element_at(at, hd);
+        unit_chain<2, PITCH>(sh, at, j0, begin, end, moved, acc);
+        if (j0 < heads) first[0] = acc[0];
+        if (j0 + 1 < heads) first[pitch] = acc[1];
     }
 }
 

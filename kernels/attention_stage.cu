@@ -1,8 +1,9 @@
-// The attention stage of a decode step (M = 1) in one launch. A block makes the partial states of a chunk, or of several, for
-// a few query heads of one KV head (a head group), from the raw Q, K and V rows on. The last block of a head group to be done
-// merges its chunks left to right and quantises the result: nobody waits for another block, and no launch has to end before
-// the next one merges.
+// The attention stage of a decode step (M = 1). A block makes the partial states of a chunk, or of several, for a few query
+// heads of one KV head (a head group), from the raw Q, K and V rows on. The last block of a head group to be done merges its
+// chunks left to right and quantises the result: nobody waits for another block, and no launch has to end before the next one
+// merges. Where chunks are many, few blocks would have much to read: then attention_merge.cu merges in a launch of its own.
 #include "attention_chains.cuh"
+#include "attention_result.cuh"
 #include "warp_rows.cuh"
 
 // Query heads of a unit, as a power of two: fewer, and so more units, as long as every unit finds a block of its own. Any
@@ -39,24 +40,6 @@ DEVICE void take_item(Unit &u, const Cut &cut, int item) {
     u.h0 = u.kv * cut.per_kv + first;
     u.heads = cut.per_kv - first < cut.HS ? cut.per_kv - first : cut.HS;
     u.first_of_kv = first == 0;
-}
-
-// Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
-DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float value, float sum) {
-    const int hd = st.attn.hd, element = h * hd + first + lane_id();
-    const bool real = first + lane_id() < hd;
-    const float out = real ? value / sum : 0.0f;
-    if (real) st.attn.out[element] = out;
-    if (st.has_a8) {  // hd is a multiple of 32
-        const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
-        const int code = scale.zero ? 0 : a8_code(out, scale.inv);
-        const int codes = __reduce_add_sync(FULL_WARP, code);
-        st.a8.q[element] = (signed char)code;
-        if (lane_id() == 0) {
-            st.a8.d[element / 32] = scale.d;
-            st.a8.gsum[element / 32] = codes;
-        }
-    }
 }
 
 // The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
@@ -305,7 +288,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             if (item + blocks < cut.groups) __syncthreads();  // the next unit's squares take the place of these states
         }
     }
-    if (u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
+    if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
 }
 
 // 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.

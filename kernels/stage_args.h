@@ -68,6 +68,8 @@ struct AttentionStageArgs {
     float *roped;   // f32[nh + nkv, hd]: q and k after RoPE, likewise
     int has_norm;   // 0 | 1
     int has_a8;     // 0 | 1
+    int merges;     // 0 | 1: k_attn_stage merges the chunks, too
+    int reserved;
 };
 
 // rms_norm, quantize_a8, matmul by the bf16 router.

@@ -65,6 +65,9 @@ class Backend(Protocol):
     def read(self, buffer: Buffer, shape: Sequence[int] | None = None) -> npt.NDArray[Any]:
         """A host copy of the first elements of ``buffer``, in ``shape`` (all of it by default)."""
 
+    def at_position(self, position: int) -> None:
+        """The next run goes no further than ``position``: a hint for its speed, which changes no bit."""
+
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         """Bytes of scratch that attention of these maxima needs in ``AttentionArgs.work``; 0 for none."""
 

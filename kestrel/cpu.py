@@ -91,6 +91,9 @@ class CpuBackend:
         count = int(np.prod(shape))
         return source.reshape(-1)[:count].reshape(tuple(shape)).copy()
 
+    def at_position(self, position: int) -> None:
+        pass
+
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         return 0
 

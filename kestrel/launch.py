@@ -64,6 +64,8 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
+    merge_chunks: int = 32  # of 256 positions; where there are more, they are merged in a launch of their own
+    merge_threads: int = 128  # of such a launch
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -98,6 +100,7 @@ PROGRAMMATIC = frozenset(
         *(name for name in MATRIX_STAGES if not name.startswith("k_head")),  # they want L1, not shared memory
         "k_attn_stage",
         "k_attn_stage_wide",
+        "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
         *EXPERT_STAGES,
@@ -109,9 +112,23 @@ PROGRAMMATIC = frozenset(
     }
 )
 
-# Of these, the ones that let the next kernel begin before they wait. What may follow them reads nothing but
-# weights ahead of its own wait: not what the kernel two before it wrote, which may still run.
-STARTS_NEXT_FIRST: frozenset[str] = frozenset()
+# Of these, the ones that let the next kernel begin before they wait: what may follow them reads, ahead of its
+# own wait, nothing that the kernel two before it wrote, which may still run.
+STARTS_NEXT_FIRST = frozenset(
+    {
+        "k_norm_a8",
+        *(name for name in MATRIX_STAGES if name.startswith("k_norm_")),
+        "k_matmul_add_q4",
+        "k_attn_stage",
+        "k_attn_stage_wide",
+        "k_attn_merge",
+        "k_norm_router",
+        "k_norm_gate_up",
+        "k_moe_down",
+    }
+)
+# And the ones that read such a thing: the router's logits.
+READS_TWO_BEFORE = frozenset({"k_moe_down", "k_moe_down_any"})
 
 
 @dataclass(frozen=True)
@@ -223,6 +240,11 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     keys = max(CHUNK * head_dim, 4 * (3 * positions * heads + 16))
     values = CHUNK * (128 if head_dim <= 128 else 256)
     return 4 * floats + (heads + 2) * head_dim + values + keys
+
+
+def attention_merge_shared_bytes(threads: int) -> int:
+    """Dynamic shared memory of a block that merges the chunks of 32 elements of a head (``merge_part``)."""
+    return 4 * (threads + 8) * (4 + 32) + _round_up(4 * threads // 32, 16)
 
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:
@@ -410,6 +432,7 @@ _FAST_ATTENTION = {
     "k_attn_decode_online": "k_attn_fast",
     "k_attn_stage": "k_attn_stage_fast",
     "k_attn_stage_wide": "k_attn_stage_wide_fast",
+    "k_attn_merge": "k_attn_merge_fast",
 }
 
 
@@ -461,10 +484,15 @@ def taps_of(launch: Launch) -> list[Any]:
     return [args.tap] if isinstance(args, L2HashLongArgs) else []
 
 
-def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None) -> Plan:
+def many_chunks(position: int, tuning: Tuning) -> bool:
+    """Whether attention at ``position`` is planned for many chunks: faster there, right at any position."""
+    return position // CHUNK + 1 > tuning.merge_chunks
+
+
+def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None, position: int = 0) -> Plan:
     """The launches of a whole step: ops of one row joined into stages where there is a stage for them
-    (``kestrel.stages``), taps beside them (``kestrel.tap_schedule``).
+    (``kestrel.stages``), taps beside them (``kestrel.tap_schedule``). ``position``: see ``many_chunks``.
     """
     from kestrel.stages import plan_stages  # it builds on this module
 
-    return plan_stages(ops, mode, tuning or Tuning())
+    return plan_stages(ops, mode, tuning or Tuning(), position)

@@ -167,6 +167,7 @@ class Model:
             raise ValueError(f"token ids must lie in 0 .. {self.config.vocab_size - 1}")
         if positions.size and (int(positions.min()) < 0 or int((base + positions).max()) >= self.kv.slots):
             raise ValueError(f"positions must lie in 0 .. {self.kv.slots - 1}")
+        self.backend.at_position(int(positions.max()) if positions.size else 0)
         for name, array in (("ids", ids), ("pos", positions), ("base", base)):
             self.backend.write(self.buffer(name, 1, np.int32), np.ascontiguousarray(array, np.int32))
 

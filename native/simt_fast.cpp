@@ -3,6 +3,7 @@
 
 #define KESTREL_FAST 1
 #include "../kernels/attention.cu"
+#include "../kernels/attention_merge.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
 #include "../kernels/gate_up_stage.cu"
@@ -24,6 +25,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_attn_fast, AttentionArgs),
         SIMT_KERNEL(k_attn_stage_fast, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide_fast, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_merge_fast, AttentionStageArgs),
         SIMT_KERNEL(k_norm_a8_fast, NormA8Args),
         SIMT_KERNEL(k_norm_matmul_q4_fast, NormMatmulArgs),
         SIMT_KERNEL(k_norm_matmul_any_u2r4_fast, NormMatmulArgs),

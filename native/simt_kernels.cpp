@@ -3,6 +3,7 @@
 
 #define KESTREL_FAST 0
 #include "../kernels/attention.cu"
+#include "../kernels/attention_merge.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
 #include "../kernels/gate_up_stage.cu"
@@ -63,6 +64,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_moe_down_any, MoeDownArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_merge, AttentionStageArgs),
     };
     return table;
 }

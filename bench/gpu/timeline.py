@@ -78,7 +78,7 @@ def changed_port(sources: KernelSources, changes: Iterable[tuple[str, str]]) -> 
 def with_ends(
     sources: KernelSources, call: Callable[[int], str], begin: str = ""
 ) -> tuple[KernelSources, list[str]]:
-    """The kernels with ``begin`` at the start and ``call(number)`` at the end of each, and their names by number."""
+    """The kernels with ``begin`` ahead of each and ``call(number)`` at its end; their names by number."""
     names: list[str] = []
     units = {}
     for unit, text in sources.units.items():

@@ -17,7 +17,7 @@ from kestrel.config import ModelConfig
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.environment import load_cupy, open_device
 from kestrel.cuda.feedback import GreedyLoop
-from kestrel.cuda.graph import Graph
+from kestrel.cuda.graph import Replay
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
 from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.errors import BackendError
@@ -29,6 +29,7 @@ from kestrel.launch import (
     attention_work_bytes,
     check_head_dim,
     launches,
+    many_chunks,
     plan,
 )
 from kestrel.ops import Op
@@ -166,19 +167,41 @@ def early_config(launch: Launch) -> Any:
 
 
 class CudaProgram:
-    """The launches of a list of ops. A whole run of a small program is recorded as one graph and replayed."""
+    """The launches of a list of ops. A whole run of a small program is recorded as one graph and replayed.
+
+    There are two plans, for few and for many positions before (``many_chunks``), made when first wanted. They
+    give the same bits.
+    """
 
     def __init__(self, backend: CudaBackend, ops: Sequence[Op]) -> None:
         self._backend = backend
         self._ops = list(ops)
-        self._plan = plan(self._ops, backend.mode, backend.tuning)
-        self.whole = PreparedPlan(backend, self._plan)
         self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
-        rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
-        self._graph_wanted = backend.graph and 1 <= rows <= GRAPH_ROWS
-        self._graph: Graph | None = None
-        self._ran_eagerly = False
+        self._rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
+        self._runs: dict[bool, Replay] = {}
         self._loop: GreedyLoop | None = None
+        self._run()
+
+    def _many(self, position: int) -> bool:
+        return self._rows == 1 and many_chunks(position, self._backend.tuning)
+
+    def _plan(self, position: int) -> Plan:
+        return plan(self._ops, self._backend.mode, self._backend.tuning, position)
+
+    def _run(self) -> Replay:
+        """The whole run as it is at the backend's position."""
+        backend, many = self._backend, self._many(self._backend.position)
+        if many not in self._runs:
+            whole = PreparedPlan(backend, self._plan(backend.position))
+            record = backend.graph and 1 <= self._rows <= GRAPH_ROWS
+            self._runs[many] = Replay(backend, whole, record=record)
+        return self._runs[many]
+
+    @property
+    def whole(self) -> PreparedPlan:
+        """The launches of a whole run at the backend's position."""
+        with self._backend.current():
+            return self._run().whole
 
     @property
     def launches(self) -> int:
@@ -188,7 +211,8 @@ class CudaProgram:
     @property
     def recorded(self) -> bool:
         """Whether whole runs replay a graph by now."""
-        return self._graph is not None or (self._loop is not None and self._loop.recorded)
+        replayed = any(run.recorded for run in self._runs.values())
+        return replayed or (self._loop is not None and self._loop.recorded)
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Run ops ``begin`` to ``end`` and wait for them."""
@@ -212,23 +236,12 @@ class CudaProgram:
     ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Run ``count`` one-row steps, each on the token the one before chose: see GreedyLoop.run."""
         if self._loop is None:
-            self._loop = GreedyLoop(self._backend, self._plan, ids, pos, chosen, hashes, taps)
-        return self._loop.run(count)
+            self._loop = GreedyLoop(self._backend, self._plan, self._many, ids, pos, chosen, hashes, taps)
+        return self._loop.run(self._backend.position, count)
 
     def queue(self) -> None:
-        """Queue a whole run; the device must be current.
-
-        The first one launches every kernel by itself, which also loads them; the second records the same
-        launches; later ones replay the recording.
-        """
-        backend = self._backend
-        if self._graph is None and self._graph_wanted and self._ran_eagerly:
-            self._graph = Graph.record(backend.stream, self.whole.queue)
-        if self._graph is not None:
-            self._graph.launch()
-        else:
-            self.whole.queue()
-            self._ran_eagerly = True
+        """Queue a whole run; the device must be current."""
+        self._run().queue()
 
 
 class CudaBackend:
@@ -337,6 +350,10 @@ class CudaBackend:
         with self.current():
             self._memory.download(source.ptr, result)
         return result
+
+    def at_position(self, position: int) -> None:
+        """The next run goes no further than ``position``: its launches are chosen for that."""
+        self.position = position
 
     def attention_work_bytes(self, rows: int, heads: int, head_dim: int, context: int) -> int:
         return attention_work_bytes(rows, heads, head_dim, context)
@@ -452,6 +469,7 @@ class CudaBackend:
         return self._closed
 
     _closed = False
+    position = 0  # of at_position
 
 
 def _own(buffer: Buffer) -> CudaBuffer:

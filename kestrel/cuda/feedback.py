@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kestrel.backend import Buffer
-from kestrel.cuda.graph import Graph
+from kestrel.cuda.graph import Replay
 from kestrel.launch import Launch, Plan
 
 if TYPE_CHECKING:
@@ -42,14 +42,18 @@ class GreedyLoop:
     def __init__(
         self,
         backend: CudaBackend,
-        plan: Plan,
+        plan: Callable[[int], Plan],
+        many: Callable[[int], bool],
         ids: Buffer,
         pos: Buffer,
         chosen: Buffer,
         hashes: Buffer | None,
         taps: int,
     ) -> None:
+        """``plan`` makes the one for a position, one and the same for those that are equally ``many``."""
         self._backend = backend
+        self._plan, self._many = plan, many
+        self._runs: dict[bool, Replay] = {}
         self._step = backend.zeros((1,), np.uint32)
         self._tokens_memory, self._tokens = backend.pinned((AHEAD,), np.int32)
         self._hashes_memory, self._hashes = backend.pinned((AHEAD, taps), np.uint64)
@@ -64,19 +68,18 @@ class GreedyLoop:
             slots=AHEAD,
             taps=taps,
         )
-        feedback = Launch("k_feedback", (1, 1, 1), (256, 1, 1), 0, args)
-        self._whole = backend.prepare_plan(plan, [feedback])
+        self._feedback = Launch("k_feedback", (1, 1, 1), (256, 1, 1), 0, args)
         self._events = [backend.event() for _ in range(AHEAD)]
-        self._graph: Graph | None = None
-        self._ran_eagerly = False
 
     @property
     def recorded(self) -> bool:
         """Whether steps replay a graph by now."""
-        return self._graph is not None
+        return any(run.recorded for run in self._runs.values())
 
-    def run(self, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+    def run(self, position: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Yield ``count`` times the token that a step chose and the hashes u64[taps] of its row.
+
+        The first step is at ``position``.
 
         The inputs of the first step are in their buffers. At most ``AHEAD`` steps run beyond the one that was
         yielded, never more than ``count`` in all. A token of -1 ends it.
@@ -88,7 +91,7 @@ class GreedyLoop:
             for read in range(count):
                 with backend.current():
                     while queued < min(count, read + AHEAD):
-                        self._queue()
+                        self._queue(position + queued)
                         self._events[queued % AHEAD].record(backend.stream)
                         queued += 1
                     slot = read % AHEAD
@@ -102,13 +105,10 @@ class GreedyLoop:
                 with backend.current():
                     backend.synchronize()
 
-    def _queue(self) -> None:
-        """One step; recorded as a graph from the second on, as ``CudaProgram.queue`` does."""
-        backend: Any = self._backend
-        if self._graph is None and backend.graph and self._ran_eagerly:
-            self._graph = Graph.record(backend.stream, self._whole.queue)
-        if self._graph is not None:
-            self._graph.launch()
-        else:
-            self._whole.queue()
-            self._ran_eagerly = True
+    def _queue(self, position: int) -> None:
+        """One step at ``position``."""
+        backend, many = self._backend, self._many(position)
+        if many not in self._runs:
+            whole = backend.prepare_plan(self._plan(position), [self._feedback])
+            self._runs[many] = Replay(backend, whole, record=backend.graph)
+        self._runs[many].queue()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kestrel.cuda.device import CudaBackend, PreparedPlan
 
 
 class Graph:
@@ -38,3 +41,29 @@ class Graph:
     def launch(self) -> None:
         """Queue one replay."""
         self._graph.launch(self._stream)
+
+
+class Replay:
+    """Queues one plan again and again: first launch by launch, which loads the kernels, then as a graph."""
+
+    def __init__(self, backend: CudaBackend, whole: PreparedPlan, *, record: bool) -> None:
+        self._backend = backend
+        self.whole = whole
+        self._record = record
+        self._graph: Graph | None = None
+        self._ran_eagerly = False
+
+    @property
+    def recorded(self) -> bool:
+        """Whether runs replay a graph by now."""
+        return self._graph is not None
+
+    def queue(self) -> None:
+        """Queue a whole run; the device must be current."""
+        if self._graph is None and self._record and self._ran_eagerly:
+            self._graph = Graph.record(self._backend.stream, self.whole.queue)
+        if self._graph is not None:
+            self._graph.launch()
+        else:
+            self.whole.queue()
+            self._ran_eagerly = True

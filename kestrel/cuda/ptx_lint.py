@@ -55,6 +55,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     **{name: frozenset({"f32", "f64"}) for name in EXPERT_STAGES},
     "k_attn_stage": frozenset({"f32", "f64"}),
     "k_attn_stage_wide": frozenset({"f32", "f64"}),
+    "k_attn_merge": frozenset({"f32", "f64"}),
 }
 
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")

@@ -80,6 +80,8 @@ AttentionStageArgs = _struct(
     ("roped", ctypes.c_uint64),
     ("has_norm", ctypes.c_int32),
     ("has_a8", ctypes.c_int32),
+    ("merges", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
 )
 NormRouterArgs = _struct(
     "NormRouterArgs",

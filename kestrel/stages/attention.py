@@ -1,4 +1,4 @@
-"""The attention stage: ``kernels/attention_stage.cu``."""
+"""The attention stage: ``kernels/attention_stage.cu``, and ``kernels/attention_merge.cu`` where it merges."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from kestrel.launch import (
     STATIC_SHARED,
     Launch,
     Tuning,
+    attention_merge_shared_bytes,
     attention_stage_shared_bytes,
     check_head_dim,
+    many_chunks,
 )
 from kestrel.ops import Op
 from kestrel.stages.args import AttentionStageArgs
-from kestrel.stages.stage import Stage, names, written
+from kestrel.stages.stage import Stage, ceil, names, written
 
 
-def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
+def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     norms = 2 if names(ops, "qk_norm", "qk_norm") else 0
     if not names(ops[norms:], "rope", "kv_append", "attention"):
         return None
@@ -32,7 +34,9 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
     shared = attention_stage_shared_bytes(attn.hd)
     if shared > t.shared_limit - STATIC_SHARED or attn.nh > ATTENTION_COUNTERS:  # one for a group of heads
         return None
-    args = AttentionStageArgs(rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2))
+    args = AttentionStageArgs(
+        rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2), merges=int(not many_chunks(position, t))
+    )
     if norms:
         q_norm, k_norm = ops[0].args, ops[1].args
         if q_norm.x != q or q_norm.heads != attn.nh or k_norm.x != kv.k or k_norm.heads != attn.nkv:
@@ -55,6 +59,11 @@ def attention(ops: Sequence[Op], t: Tuning) -> Stage | None:
 
     kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
     found = [Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
+    if not args.merges:
+        grid, threads = (ceil(attn.hd, 32), attn.nh, 1), (t.merge_threads, 1, 1)
+        found.append(
+            Launch("k_attn_merge", grid, threads, attention_merge_shared_bytes(t.merge_threads), args)
+        )
     stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
     # q and k stay as the matmul left them: the stage works on copies.
     return Stage(ops[:count], found, [stored, *written(ops[norms + 1 : count])], moved=moved)

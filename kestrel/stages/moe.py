@@ -44,7 +44,7 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
 def _gate_up(
     moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True
 ) -> Launch | None:
-    """The two matrices, SwiGLU, and a8 where it is wanted; with ``topk`` the choice of experts ahead of them."""
+    """The two matrices, SwiGLU, and a8 where it is wanted; with ``topk`` the choice of experts first."""
     experts, width, k = topk is not None, swiglu.F, moe.w[0].k
     slots = moe.T if experts else 1
     fits = moe.M == 1 and moe.n_w == 2 and moe.w[0].n == width and moe.w[1].n == width
@@ -109,7 +109,7 @@ def _down_any_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
 
 
 def _down(ops: Sequence[Op], topk: Any, h: int, t: Tuning) -> Launch | None:
-    """The experts' down matrices, their combination, the residual; k_moe_down makes the a8 of ``h`` itself."""
+    """The experts' down matrices, their combination, the residual; k_moe_down makes the a8 of ``h``."""
     mm, combine, add = (op.args for op in ops)
     fits = mm.M == 1 and mm.n_w == 1 and mm.per_slot == 1 and mm.w[0].k % 32 == 0 and combine.y == mm.y
     if not fits or mm.w[0].wtype == WType.bf16 or add.y != combine.out or add.n != combine.H:

@@ -1,8 +1,9 @@
 """Where the blocks of a launch lie: one on each multiprocessor, where there is one for each.
 
-A launch that begins while the one before it runs finds the multiprocessors unequally full, and the GPU places two or
-three of its blocks on an empty one and none on others. The whole launch then takes as long as those do: up to twice
-its time. So a stage asks for so much shared memory that a second block of it does not fit.
+A launch that begins while the one before it runs finds the multiprocessors unequally full, and the GPU
+places two or three of its blocks on an empty one and none on others. The whole launch then takes as long as
+those do: up to twice its time. So a stage asks for so much shared memory that a second block of it does not
+fit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ALONE = frozenset({"k_norm_matmul_q4", "k_matmul_add_q4", "k_norm_gate_up", "k_m
 def _alone(shared: int, before: int, t: Tuning) -> int:
     """Bytes for a block of ``shared``, of which two do not fit where a block of ``before`` bytes lies.
 
-    More than half of the memory, so that two do not fit anywhere, if a block of the launch before fits beside.
+    More than half of the memory, so that two do not fit anywhere, if a block of the launch before fits, too.
     """
     whole = t.shared_limit + RESERVED
     room = whole - (before + RESERVED) - RESERVED

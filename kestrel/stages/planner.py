@@ -26,14 +26,14 @@ from kestrel.stages.stage import Stage, outputs, overlap, source, written
 from kestrel.tap_schedule import TimedTap, group_taps
 
 
-def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]]) -> list[Stage]:
+def _stages(ops: Sequence[Op], t: Tuning, taps: Sequence[Sequence[Any]], position: int) -> list[Stage]:
     """Cut ``ops`` into stages; ``taps[i]`` are the hashes between op i and the next."""
     found: list[Stage] = []
     i = 0
     while i < len(ops):
         rest = ops[i:]
         stage = (
-            attention(rest, t)
+            attention(rest, t, position)
             or moe_ffn(rest, t)
             or head(rest, t)
             or norm_gate_up(rest, t)
@@ -59,7 +59,7 @@ def _taps_fit(stage: Stage, taps: Sequence[Sequence[Any]]) -> bool:
     return True
 
 
-def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
+def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning, position: int) -> Plan:
     """The launches of a whole step; every mode joins the same ops."""
     core = [op for op in ops if op.name != "l2_hash"]
     taps: list[list[Any]] = [[] for _ in range(len(core) + 1)]  # by the ops before them
@@ -69,7 +69,7 @@ def plan_stages(ops: Sequence[Op], mode: Mode, t: Tuning) -> Plan:
             at += 1
         else:
             taps[at].append(op.args)
-    stages = _stages(core, t, taps[1:])
+    stages = _stages(core, t, taps[1:], position)
     main: list[Launch] = []
     done: list[TimedTap] = []
     pending = [TimedTap(tap, 0, 0) for tap in taps[0]]

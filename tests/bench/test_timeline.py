@@ -55,7 +55,7 @@ def test_times_of_launches() -> None:
     launches = launches_of(modules, ["k_a", "k_b"])
     assert [launch.kernel for launch in launches] == ["k_a", "k_b", "k_a", "k_b"]
     assert [len(launch.ended) for launch in launches] == [2, 2, 2, 2]
-    # Of k_a its second launch alone: 340 - 300, 385 - 340, 390 - 340, 340 - 260, one multiprocessor; of k_b both.
+    # Of k_a its second launch alone: 340 - 300, 385 - 340, 390 - 340, 340 - 260, one SM; of k_b both.
     assert summary(launches) == [
         ["k_b", "2", "25", "82", "100", "55", "1"],
         ["k_a", "1", "40", "45", "50", "80", "2"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
 from kestrel.config import ModelConfig
-from kestrel.launch import ATTENTION_COUNTERS, CHUNK, Tuning, plan
+from kestrel.launch import ATTENTION_COUNTERS, CHUNK, READS_TWO_BEFORE, STARTS_NEXT_FIRST, Tuning, plan
+from kestrel.ops import WType
 from kestrel.simt import SimtBackend
 from tests.support.forward import Run, make_model, run_rows
-from tests.support.models import tiny_config
+from tests.support.models import random_weights, tiny_config
 
 Cache = dict[str, npt.NDArray[Any]]
 BASE = 3  # cache slot of position 0
@@ -42,7 +44,9 @@ def step_of(
         for layer in model.kv.layers:
             model.backend.write(getattr(layer, name), array)
     if backend is not None:
-        names = [launch.kernel for launch in plan(model.step(1, 1, "extended").ops, backend.mode).main]
+        ops, tuning = model.step(1, 1, "extended").ops, backend.tuning
+        names = [launch.kernel for launch in plan(ops, backend.mode, tuning).main]
+        assert any(name.startswith("k_attn_merge") for name in names) == (tuning.merge_chunks == 0)
         wide = "_wide" if config.head_dim > 128 else ""
         fast = "_fast" if backend.mode == "fast" else ""
         assert f"k_attn_stage{wide}{fast}" in names
@@ -63,23 +67,26 @@ def compare(
     seed: int = 0,
     spoil: Any = None,
     repeat: int = 1,
+    merge_chunks: int = 1 << 20,
     **shape: Any,
 ) -> None:
-    """``spoil``: position and K scale of it."""
+    """``spoil``: position and K scale of it; ``merge_chunks``: 0 for a merge in a launch of its own."""
     config = tiny_config(**{"family": "qwen3", "layers": 1, "hidden": 64, "ffn": 64, "vocab": 64, **shape})
     rng = np.random.default_rng(position + seed)
     cache = cache_of(rng, BASE + position + 1, config.num_kv_heads, config.head_dim, cache_order)
     if spoil is not None:
         cache["ks"][BASE + spoil[0]] = spoil[1]
     expected = step_of(config, cache, position)
-    backend = SimtBackend(tuning=Tuning(attention_blocks=blocks), seed=seed)
+    tuning = Tuning(attention_blocks=blocks, merge_threads=32 + 32 * (seed % 4), merge_chunks=merge_chunks)
+    backend = SimtBackend(tuning=tuning, seed=seed)
     assert step_of(config, cache, position, backend, repeat).keys == expected.keys
 
 
 @pytest.mark.parametrize("position", [0, 1, 7, 31, 32, 254, 255, 256, 257, 511, 512, 1023, 1024])
 @pytest.mark.parametrize("order", ["any", "rising"])
-def test_positions(position: int, order: str) -> None:
-    compare(position, order, heads=8, kv_heads=2, head_dim=32)
+@pytest.mark.parametrize("merge_chunks", [0, 32])
+def test_positions(position: int, order: str, merge_chunks: int) -> None:
+    compare(position, order, heads=8, kv_heads=2, head_dim=32, merge_chunks=merge_chunks)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 16, 17, 40])
@@ -109,7 +116,16 @@ def test_heads_of_a_unit(heads_of_a_unit: int, head_dim: int, last: int) -> None
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 256])
 @pytest.mark.parametrize("blocks", [3, 64])
 def test_head_sizes(head_dim: int, blocks: int) -> None:
-    compare(300, blocks=blocks, seed=head_dim, heads=4, kv_heads=1, head_dim=head_dim)
+    for merge_chunks in (0, 32):
+        compare(
+            300,
+            blocks=blocks,
+            seed=head_dim,
+            heads=4,
+            kv_heads=1,
+            head_dim=head_dim,
+            merge_chunks=merge_chunks,
+        )
 
 
 def test_without_norm() -> None:
@@ -147,6 +163,11 @@ def test_more_chunks_than_a_merge_round_takes(order: str, chunks: int) -> None:
     compare(chunks * CHUNK - 3, order, blocks=7, seed=chunks, heads=2, kv_heads=1, head_dim=16)
 
 
+def test_more_chunks_than_the_merge_launch_has_threads() -> None:
+    compare(33 * CHUNK + 5, blocks=7, heads=2, kv_heads=1, head_dim=16, merge_chunks=0)
+    compare(65 * CHUNK, blocks=9, seed=1, heads=2, kv_heads=1, head_dim=16, merge_chunks=0)
+
+
 def test_more_chunks_and_elements_than_a_merge_takes_at_once() -> None:
     compare(189 * CHUNK, "rising", blocks=3, seed=2, heads=8, kv_heads=1, head_dim=144)
 
@@ -168,4 +189,31 @@ def test_the_fast_form_means_the_same(position: int, blocks: int) -> None:
 @pytest.mark.parametrize("position", [200, 300])  # one chunk; two, whose merge hides what one made
 def test_scores_that_are_not_finite(position: int, place: int, value: float) -> None:
     for blocks in (16, 8, 4, 2):  # one to eight heads a unit
-        compare(position, spoil=(place, value), blocks=blocks, heads=8, kv_heads=1, head_dim=32)
+        for merge_chunks in (0, 32):
+            compare(
+                position,
+                spoil=(place, value),
+                blocks=blocks,
+                heads=8,
+                kv_heads=1,
+                head_dim=32,
+                merge_chunks=merge_chunks,
+            )
+
+
+@pytest.mark.parametrize("wtype", list(WType))
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("position", [0, 1 << 20])
+@pytest.mark.parametrize("taps", ["off", "extended"])
+def test_what_follows_a_kernel_that_starts_the_next_one_first(
+    family: str, wtype: WType, position: int, taps: Any
+) -> None:
+    """It may begin while the kernel two before it runs, so it must not read ahead what that one writes."""
+    config = tiny_config(family)
+    model = make_model(config, random_weights(config, wtype), backend=SimtBackend(), slots=8, max_rows=1)
+    found = plan(model.step(1, 1, taps).ops, "l2exact", Tuning(), position)
+    names = [launch.kernel for launch in found.main]
+    assert ("k_attn_merge" in names) == (position > 0)
+    following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
+    assert following
+    assert not following & READS_TWO_BEFORE

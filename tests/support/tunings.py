@@ -21,6 +21,8 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "attention_slots": (1, 7),
     "attention_threads": (32, 512),
     "attention_blocks": (1, 7),
+    "merge_chunks": (0,),
+    "merge_threads": (32, 256),
     "router_threads": (32, 256),
     "argmax_threads": (32, 1024),
     "argmax_blocks": (1, 7),
