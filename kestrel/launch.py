@@ -64,7 +64,7 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
-    merge_chunks: int = 32  # of 256 positions; where there are more, they are merged in a launch of their own
+    merge_chunks: int = 12  # of 256 positions; where there are more, they are merged in a launch of their own
     merge_threads: int = 128  # of such a launch
     router_threads: int = 128
     argmax_threads: int = 256
