@@ -168,12 +168,11 @@ template <int C> struct NormRow {
     }
 };
 
-// Asks for the norm's weights, lets the next kernel begin, waits for the one that makes x, asks for x, and returns r to
-// every thread; `row` holds span 0. REHEARSE: goes through it once ahead of the wait, with whatever x is by then and for
-// nothing but the instructions and addresses, which are at hand when they count. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in shared memory. The
+// Asks for the norm's weights, waits for the kernel that makes x, lets the next one begin, asks for x, and returns r to
+// every thread; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in shared memory. The
 // chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a barrier
 // behind it.
-template <bool REHEARSE, int C>
+template <int C>
 DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
     if (blocks > 0) row.load_weights(w, 0, blocks, vector);
@@ -184,73 +183,63 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
         at[c] = x + 8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0);
         settle(at[c]);
     }
-#if !KESTREL_FAST
+#if KESTREL_FAST
+    float sum = 0.0f;
+#else
     const int padded = norm_terms(d);
     if (threadIdx.x == 0) terms[padded] = 1.0f / (float)d;
 #pragma unroll 1
     for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
 #endif
     start_next();
-    float r = 0.0f;
+    wait_for_previous(at[0]);
 #pragma unroll 1
-    for (int turn = REHEARSE ? 0 : 1; turn < 2; turn++) {
-        if (turn == 1) wait_for_previous(at[0]);
-        const int until = turn == 1 ? 0 : last;  // in rehearsal one span
-        const float *from[C];
+    for (int span = last; span >= 0; span -= row.span_size()) {
 #pragma unroll
-        for (int c = 0; c < C; c++) from[c] = at[c];
-#if KESTREL_FAST
-        float sum = 0.0f;
-#endif
-#pragma unroll 1
-        for (int span = last; span >= until && span >= 0; span -= row.span_size()) {
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-                load_eight(from[c], vector, row.x[c]);
-                from[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
-            }
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-                float square[8];
-#pragma unroll
-                for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
-#if KESTREL_FAST
-                if (row.eight(span, c) < blocks) sum += hsum8(square);
-#else
-                if (row.eight(span, c) < blocks) terms[row.eight(span, c)] = hsum8(square);
-#endif
-            }
+        for (int c = 0; c < C; c++) {
+            load_eight(at[c], vector, row.x[c]);
+            at[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
         }
-        for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
-            const float v = load_l2(x + 8 * blocks + i);
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            float square[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
 #if KESTREL_FAST
-            sum += v * v;
+            if (row.eight(span, c) < blocks) sum += hsum8(square);
 #else
-            terms[blocks + i] = v * v;
+            if (row.eight(span, c) < blocks) terms[row.eight(span, c)] = hsum8(square);
 #endif
         }
-#if KESTREL_FAST
-        sum = warp_sum_f32(sum);
-        if (lane_id() == 0) terms[warp_id()] = sum;
-        __syncthreads();
-        float ss = 0.0f;
-        for (int i = 0; i < warp_count(); i++) ss += terms[i];
-        r = inverse_sqrt(ss / (float)d + eps);
-#else
-        __syncthreads();
-        if (lane_id() == 0) r = inverse_sqrt(mean_of(padded_sum(terms, turn == 1 ? padded : 64), d, terms[padded]) + eps);
-        r = __shfl_sync(FULL_WARP, r, 0);
-#endif
-        if (turn == 0) __syncthreads();  // all have read what the second turn writes
     }
-    return r;
+    for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
+        const float v = load_l2(x + 8 * blocks + i);
+#if KESTREL_FAST
+        sum += v * v;
+#else
+        terms[blocks + i] = v * v;
+#endif
+    }
+#if KESTREL_FAST
+    sum = warp_sum_f32(sum);
+    if (lane_id() == 0) terms[warp_id()] = sum;
+    __syncthreads();
+    float ss = 0.0f;
+    for (int i = 0; i < warp_count(); i++) ss += terms[i];
+    return inverse_sqrt(ss / (float)d + eps);
+#else
+    __syncthreads();
+    float r = 0.0f;
+    if (lane_id() == 0) r = inverse_sqrt(mean_of(padded_sum(terms, padded), d, terms[padded]) + eps);
+    return __shfl_sync(FULL_WARP, r, 0);
+#endif
 }
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
 DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
     NormRow<2> row = {};
     const bool vector = d % 8 == 0;
-    const float r = norm_scale<false>(x, w, d, eps, sh.terms, row, vector);
+    const float r = norm_scale(x, w, d, eps, sh.terms, row, vector);
     const int blocks = d / 8;
 #pragma unroll 1
     for (int span = 0; span < blocks; span += row.span_size()) {
@@ -348,12 +337,12 @@ DEVICE NormPart norm_part(int d, int block, int blocks) {
 // rms_norm and a8 of row m, straight from registers: put(b, v, a8) takes each block of eight, whole warps at a time, those
 // past the row too; `part` of the normalised row and of the codes goes to global memory. d is a multiple of 32. Waits as
 // norm_scale does.
-template <bool REHEARSE, int C, class Put>
+template <int C, class Put>
 DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, float *terms, NormPart part,
                            const Put &put) {
     const float *const x = norm.x + m * norm.d;
     NormRow<C> row = {};
-    const float r = norm_scale<REHEARSE>(x, norm.w, norm.d, norm.eps, terms, row, true);
+    const float r = norm_scale(x, norm.w, norm.d, norm.eps, terms, row, true);
     const int blocks = norm.d / 8;
 #pragma unroll 1
     for (int span = 0; span < blocks; span += row.span_size()) {
@@ -381,7 +370,7 @@ DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, lo
 DEVICE void block_norm_a8(const RmsNormArgs &norm, const QuantizeA8Args &a8, long long m, const NormShared &sh, bool keep_x,
                           NormPart part) {
     const int blocks = norm.d / 8;
-    norm_a8_eights<false, 2>(norm, a8, m, sh.terms, part, [&](int b, const float *v, const A8Eight &eight) {
+    norm_a8_eights<2>(norm, a8, m, sh.terms, part, [&](int b, const float *v, const A8Eight &eight) {
         const int sum = group_sum_s32(eight.sum, 4);
         if (b >= blocks) return;
         ((uint2 *)sh.q)[b] = eight.codes;

@@ -34,7 +34,7 @@ DEVICE void norm_gate_up(const NormGateUpArgs &a, int block, int blocks, unsigne
     float *const terms = (float *)in.open(stream.open(shared + 512, a.norm.d, a.stream, warp), a.norm.d);
     stream.begin(place, warp < a.stream.streams ? warp : quads, quads, a.stream.streams);
     touch_exp_table();
-    norm_a8_row<true, 1>(a.norm, a.a8, terms, in, norm_part(a.norm.d, block, blocks));
+    norm_a8_row<1>(a.norm, a.a8, terms, in, norm_part(a.norm.d, block, blocks));
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
         float *const to = sums + (u & 1) * 64;

@@ -165,7 +165,7 @@ DEVICE void head_stream(const HeadArgs &a, int block, int blocks, unsigned char 
     SplitRow in;
     float *const terms = (float *)in.open(stream.begin(shared, a.stream, block, blocks), a.norm.d);
     const NormPart part = norm_part(a.norm.d, block, blocks);
-    norm_a8_row<false, 1>(a.norm, a.a8, terms, in, part);
+    norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     BestRows best = {a.mm.y, 0.0f, -1, 0};
     stream.finish(in, best);
     store_groups(a.a8, in, part);

@@ -91,17 +91,14 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     touch_exp_table();
     const A8Row row = {a.mm.xq, a.mm.xd, a.mm.gsum};
     const int ranks = block == 0 ? T : end > begin ? (int)((unsigned)(end - 1) / (unsigned)per_expert) + 1 : 0;  // needed here
+    wait_for_previous();
+    // What is read here is asked for ahead of the weights: it would come behind them.
     float4 logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-    for (int turn = 0; turn < 2; turn++) {  // the first one with whatever is there, so that instructions and addresses are
-        if (turn == 1) wait_for_previous();
-        // What is read here is asked for ahead of the weights: it would come behind them.
-        if (chooses) {
-            logits = lane_logits(a.topk.logits, a.topk.E);
-            warp_choose(logits, a.topk.E, turn == 1 ? ranks : 1, choice.ids);
-        } else {
-            in.copy(row, groups, by_warp ? 32 * (warps - 1) : blockDim.x);
-        }
+    if (chooses) {
+        logits = lane_logits(a.topk.logits, a.topk.E);
+        warp_choose(logits, a.topk.E, ranks, choice.ids);
+    } else {
+        in.copy(row, groups, by_warp ? 32 * (warps - 1) : blockDim.x);
     }
     if (!by_warp) block_choose(a.topk.logits, a.topk.E, T, choice);
     if (warps == 1 && by_warp) in.copy(row, groups, blockDim.x);

@@ -44,31 +44,6 @@ DEVICE float two_steps(unsigned weights, float x0, float x1, float acc) {
     return fma_f32(f32_from_bits(weights & 0xffff0000u), x1, acc);
 }
 
-DEVICE float eight_steps(uint4 weights, float4 lo, float4 hi, float acc) {
-    acc = two_steps(weights.x, lo.x, lo.y, acc);
-    acc = two_steps(weights.y, lo.z, lo.w, acc);
-    acc = two_steps(weights.z, hi.x, hi.y, acc);
-    return two_steps(weights.w, hi.z, hi.w, acc);
-}
-
-// Sixteen neighbouring terms of a lane's chain: two units of eight.
-struct RouterTerms {
-    uint4 c[2];   // weights
-    float4 x[4];  // the row's elements
-
-    DEVICE_MEMBER void load(const uint4 *w, const float4 *terms, int pair) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) c[i] = w[2 * pair + i];
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = terms[4 * pair + i];
-    }
-    DEVICE_MEMBER float add(float acc) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) acc = eight_steps(c[i], x[2 * i], x[2 * i + 1], acc);
-        return acc;
-    }
-};
-
 // Floats of a lane's elements l, l + 8, ... of a row in shared memory: read by 16 bytes, no two lanes meet in a bank.
 DEVICE int lane_pitch(int d) { return ((d / 8 + 3) / 4 | 1) * 4; }
 
@@ -98,24 +73,23 @@ DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4
     const uint4 *const w = tile + ((slot < rows ? slot : 0) * 8 + l) * pitch;
     const float4 *const terms = (const float4 *)(x + l * lane_pitch(k));
     float acc = 0.0f;
-    // One fma waits for the one before it, so nothing else may cost time: of two sets of terms one is added while the other
-    // travels, and then comes forward, because the compiler asks for all sets of a turn at its end. k is a multiple of 32.
-    const int units = k / 64, pairs = units / 2;
-    if (pairs > 0) {
-        RouterTerms now, next;
-        now.load(w, terms, 0);
-        next.load(w, terms, pairs > 1 ? 1 : 0);
-#pragma unroll 1
-        for (int p = 0; p < pairs; p++) {
-            acc = now.add(acc);
-            now = next;
-            next.load(w, terms, p + 2 < pairs ? p + 2 : 0);  // at the end for nothing
-        }
+    // One fma waits for the one before it: the next eight terms are asked for ahead of these. k is a multiple of 32.
+    const int last = k >= 64 ? k / 64 - 1 : 0;
+    uint4 c = w[0];
+    float4 lo = terms[0], hi = k >= 64 ? terms[1] : lo;
+#pragma unroll 4
+    for (int unit = 0; unit < k / 64; unit++) {
+        const int next = unit < last ? unit + 1 : last;
+        const uint4 next_c = w[next];
+        const float4 next_lo = terms[2 * next], next_hi = terms[2 * next + 1];
+        acc = two_steps(c.x, lo.x, lo.y, acc);
+        acc = two_steps(c.y, lo.z, lo.w, acc);
+        acc = two_steps(c.z, hi.x, hi.y, acc);
+        acc = two_steps(c.w, hi.z, hi.w, acc);
+        c = next_c, lo = next_lo, hi = next_hi;
     }
-    if (units % 2 != 0) acc = eight_steps(w[units - 1], terms[2 * units - 2], terms[2 * units - 1], acc);
     if (k % 64 != 0) {
-        const uint4 c = w[k / 64];
-        const float4 lo = terms[k / 32 - 1];
+        c = w[k / 64], lo = terms[k / 32 - 1];
         acc = two_steps(c.x, lo.x, lo.y, acc);
         acc = two_steps(c.y, lo.z, lo.w, acc);
     }
@@ -159,7 +133,7 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
         stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
     NormRow<1> row;
-    const float r = norm_scale<true>(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // waits
+    const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // waits, lets the next kernel begin
 #pragma unroll 1
     for (int span = 0; span < d / 8; span += row.span_size()) {
         if (span > 0) {

@@ -265,10 +265,10 @@ template <int ROWS, int CODES = 16> struct MatrixStream {
 
 // rms_norm and a8 of one row, whole steps, into `in`, and `part` of both to global memory, but for what store_groups stores.
 // Waits as norm_scale does; ends with a barrier.
-template <bool REHEARSE, int C>
+template <int C>
 DEVICE void norm_a8_row(const RmsNormArgs &norm, const QuantizeA8Args &a8, float *terms, const SplitRow &in, NormPart part) {
     const int blocks = norm.d / 8;
-    norm_a8_eights<REHEARSE, C>(norm, a8, 0, terms, part,
+    norm_a8_eights<C>(norm, a8, 0, terms, part,
                       [&](int b, const float *, const A8Eight &eight) { in.put(b, eight, b < blocks); });
     __syncthreads();
 }

@@ -47,7 +47,7 @@ DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsig
     SplitRow in;
     float *const terms = (float *)in.open(stream.begin(shared, a.stream, block, blocks), a.norm.d);
     const NormPart part = norm_part(a.norm.d, block, blocks);
-    norm_a8_row<true, 1>(a.norm, a.a8, terms, in, part);
+    norm_a8_row<1>(a.norm, a.a8, terms, in, part);
     StoreRows out = {a.mm.y};
     stream.finish(in, out);
     store_groups(a.a8, in, part);
@@ -127,12 +127,9 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     in.open(stream.begin(shared, a.stream, block, blocks), k);
     AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
     start_next();
-#pragma unroll 1
-    for (int turn = 0; turn < 2; turn++) {  // the first one with whatever is there: see norm_scale
-        if (turn == 1) wait_for_previous();
-        stream.open(out);  // what is added to comes while the input row does
-        in.copy(a.mm, k);
-    }
+    wait_for_previous();
+    stream.open(out);  // what is added to comes while the input row does
+    in.copy(a.mm, k);
     __syncthreads();
     stream.finish(in, out);
 }

@@ -69,6 +69,27 @@ def test_graph_equals_eager_across_positions(start: int, gpu: CudaBackend) -> No
     eager_backend.close()
 
 
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("taps", ["off", "extended"])
+def test_a_text_that_comes_to_many_chunks(graph: bool, taps: Any, cpu: CpuBackend) -> None:
+    """The plan of the steps changes on the way, in the queue and step by step."""
+    config = tiny_config("qwen3_moe")
+    weights = random_weights(config, WType.q4local)
+    ids = prompt(250, config.vocab_size)
+    backend = CudaBackend(0, graph=graph, tuning=Tuning(merge_chunks=1))
+    engine = Engine(config, weights, backend, context=300)
+    expected = generate(Engine(config, weights, cpu, context=300), ids, 20, taps)
+    for _ in range(2):  # the second time both plans are there
+        actual = generate(engine, ids, 20, taps)
+        assert actual[0] == expected[0]
+        if taps != "off":
+            assert str(difference(actual[1], expected[1])).startswith("0 of")
+    program = engine.decode_model.step(1, 1, taps).program
+    names = {many: len(program._plan(256 * many).main) for many in (0, 1)}  # type: ignore[attr-defined]
+    assert names[1] == names[0] + config.num_layers
+    backend.close()
+
+
 def test_a_step_writes_its_own_slot_alone(gpu: CudaBackend) -> None:
     config = tiny_config("qwen3")
     engine = Engine(config, random_weights(config, WType.q4local), gpu, context=64)
