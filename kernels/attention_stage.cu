@@ -191,7 +191,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     const AttentionArgs &a = st.attn;
     const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
     touch_exp_table();
-    const int pos = load_l2(a.pos);  // written by a launch that has ended when the one before this one starts the next
+    const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
     Unit u;
     u.pos = pos;
     u.chunks = pos / CHUNK + 1;

@@ -18,27 +18,8 @@ from kestrel.config import ModelConfig
 from kestrel.launch import Plan, launches, plan, taps_of
 from kestrel.model import Model
 from kestrel.ops import WType
-from kestrel.simt import SimtBackend
 from kestrel.weights import Weights
-
-
-class Unmade(SimtBackend):
-    """A backend that keeps arrays as they are and compiles nothing: plans need addresses alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._address = 1 << 20
-
-    def upload(self, array: Any) -> Any:
-        class Buffer:
-            ptr = self._address
-            shape, dtype = array.shape, array.dtype
-
-        self._address += array.nbytes + 256
-        return Buffer()
-
-    def compile(self, ops: Any) -> Any:
-        return None
+from tests.support.unmade import Unmade
 
 
 def step(config: ModelConfig, weights: Weights, taps: Any = "off") -> tuple[list[Any], Plan]:
