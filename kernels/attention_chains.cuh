@@ -327,42 +327,27 @@ template <int H> DEVICE unsigned unit_moved_eights(const UnitShared &sh, int j0,
     return (__ballot_sync(FULL_WARP, (bits >> 4 * (i % 2) & 15u) != 0u) >> 1 & (behind - 1u)) | behind;
 }
 
-// V of four positions as the bits of floats, see value_float.
-struct ValueBytes {
-    unsigned magic;
-
-    DEVICE_MEMBER void start() { magic = (unsigned)value_magic(); }
-    template <int E> DEVICE_MEMBER void convert(const unsigned (&words)[E], int (*to)[4]) const {
-#pragma unroll
-        for (int e = 0; e < E; e++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) to[e][i] = (int)__byte_perm(words[e], magic, 0x7440u + (unsigned)i);
-        }
-    }
-};
-
-DEVICE void load_words(const unsigned *p, unsigned (&x)[1]) { x[0] = *p; }
-DEVICE void load_words(const unsigned *p, unsigned (&x)[2]) {
-    const uint2 v = *(const uint2 *)p;
-    x[0] = v.x, x[1] = v.y;
-}
-DEVICE void load_words(const unsigned *p, unsigned (&x)[4]) {
-    const uint4 v = *(const uint4 *)p;
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-
-DEVICE void store_floats(float *p, const float (&x)[1]) { *p = x[0]; }
-DEVICE void store_floats(float *p, const float (&x)[2]) { *(float2 *)p = make_float2(x[0], x[1]); }
-DEVICE void store_floats(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]); }
-
-// The chains of E neighbouring elements of H heads, four positions at a time, in two turns. Here instructions count, not
+// The chains of two neighbouring elements of H heads, four positions at a time, in two turns. Here instructions count, not
 // latency: the heads share the conversion of V, the elements the weights. Behind the chain of one turn all is made ready for
 // the same turn of the next eight positions. So at the end positions behind the last are read, too, and not used.
-template <int H, int E, int PITCH> struct ValueChains {
-    ValueBytes bytes;
-    unsigned words[2][E];  // V of the four positions behind the next, as it is stored
-    int x[2][E][4];        // V of each turn's four, as bits of floats that are 2^23 + 128 too large
+template <int H, int PITCH> struct ValueChains {
+    unsigned words[2][2];  // V of the four positions behind the next, as it is stored
+    unsigned x[2][2][4];   // V of each turn's four, as bits of floats that are 2^23 + 128 too large
     float w[2][H][4];      // their weights
+    unsigned magic;        // value_magic
+
+    DEVICE_MEMBER static void load_words(const unsigned *p, unsigned *x) {
+        const uint2 v = *(const uint2 *)p;
+        x[0] = v.x, x[1] = v.y;
+    }
+    // The first half of value_float.
+    DEVICE_MEMBER void convert(const unsigned *words, unsigned (*to)[4]) const {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) to[e][i] = __byte_perm(words[e], magic, 0x7440u + (unsigned)i);
+        }
+    }
 
     DEVICE_MEMBER static void load_weights(const float *weights, float (*w)[4]) {
 #pragma unroll
@@ -372,14 +357,14 @@ template <int H, int E, int PITCH> struct ValueChains {
         }
     }
     // acc[j] = fma(w, v, acc[j] * c) in order; c is 1 where the maximum of a head did not move, which changes nothing.
-    template <bool MOVED> DEVICE_MEMBER void add_four(int turn, const float *factors, float (*acc)[E]) const {
+    template <bool MOVED> DEVICE_MEMBER void add_four(int turn, const float *factors, float (*acc)[2]) const {
         float c[H][4];
         if (MOVED) load_weights(factors, c);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
 #pragma unroll
-            for (int e = 0; e < E; e++) {
-                const float value = f32_from_bits((unsigned)x[turn][e][i]) - 8388736.0f;
+            for (int e = 0; e < 2; e++) {
+                const float value = f32_from_bits(x[turn][e][i]) - 8388736.0f;
 #pragma unroll
                 for (int j = 0; j < H; j++)
                     acc[j][e] = fma_f32(w[turn][j][i], value, MOVED ? acc[j][e] * c[j][i] : acc[j][e]);
@@ -388,37 +373,37 @@ template <int H, int E, int PITCH> struct ValueChains {
     }
     // v: the first element's word at the first position, rows of PITCH words to four; weights: f32[H, UNIT_PITCH] there
     DEVICE_MEMBER void start(const unsigned *v, const float *weights) {
-        bytes.start();
+        magic = (unsigned)value_magic();
 #pragma unroll
         for (int turn = 0; turn < 2; turn++) {
             load_words(v + turn * PITCH, words[turn]);
-            bytes.convert(words[turn], x[turn]);
+            convert(words[turn], x[turn]);
             load_weights(weights + 4 * turn, w[turn]);
         }
         load_words(v + 2 * PITCH, words[0]);
     }
     // Adds four positions; v, weights, factors: at the first of the eight.
     template <bool MOVED>
-    DEVICE_MEMBER void add(int turn, const unsigned *v, const float *weights, const float *factors, float (*acc)[E]) {
+    DEVICE_MEMBER void add(int turn, const unsigned *v, const float *weights, const float *factors, float (*acc)[2]) {
         add_four<MOVED>(turn, factors + 4 * turn, acc);
-        bytes.convert(words[turn], x[turn]);
+        convert(words[turn], x[turn]);
         load_weights(weights + 8 + 4 * turn, w[turn]);
         load_words(v + (3 + turn) * PITCH, words[1 - turn]);
     }
 };
 
-// acc[j] of E elements from word `at` of H heads, the first of them j0, over the unit's positions up to `end`, a multiple of
+// acc[j] of two elements from word `at` of H heads, the first of them j0, over the unit's positions up to `end`, a multiple of
 // UNIT_STEP. All lanes of the warp call it, with the same j0.
-template <int H, int E, int PITCH> DEVICE void unit_values(const UnitShared &sh, int at, int j0, int end, float (*acc)[E]) {
+template <int H, int PITCH> DEVICE void unit_values(const UnitShared &sh, int at, int j0, int end, float (*acc)[2]) {
     const unsigned *v = (const unsigned *)sh.v8 + at;
     const float *w = sh.w + j0 * UNIT_PITCH;
     const int to_c = (int)(sh.c - sh.w);
-    ValueChains<H, E, PITCH> chains;
+    ValueChains<H, PITCH> chains;
     chains.start(v, w);
 #pragma unroll
     for (int j = 0; j < H; j++) {
 #pragma unroll
-        for (int e = 0; e < E; e++) acc[j][e] = 0.0f;
+        for (int e = 0; e < 2; e++) acc[j][e] = 0.0f;
     }
 #if KESTREL_FAST
 #pragma unroll 1
@@ -484,24 +469,24 @@ DEVICE float unit_sum(const UnitShared &sh, int j, unsigned moved) {
 }
 #endif
 
-// The elements of all heads, H heads and E elements to a thread, to to[j * pitch + element], by `warps` warps of which this
+// The elements of all heads, two of H heads to a thread, to to[j * pitch + element], by `warps` warps of which this
 // one is the warp-th. Whole warps take part: those of their lanes that have no elements do what the first does.
-template <int H, int E, int PITCH>
+template <int H, int PITCH>
 DEVICE void unit_value_rows(const UnitShared &sh, int HS, int hd, int end, float *to, int pitch, int heads, int warp,
                             int warps) {
-    int j0 = 0, at = E * (32 * warp + lane_id());
+    int j0 = 0, at = 2 * (32 * warp + lane_id());
 #pragma unroll 1
-    for (;; at += E * 32 * warps) {
-        const int row = (hd + 32 * E - 1) & -(32 * E);  // of H heads, in whole warps
+    for (;; at += 64 * warps) {
+        const int row = (hd + 63) & -64;  // of H heads, in whole warps
 #pragma unroll 1
         for (; at >= row; at -= row) j0 += H;
         if (j0 >= HS) break;
-        float acc[H][E];
-        unit_values<H, E, PITCH>(sh, at < hd ? at : 0, j0, end, acc);
+        float acc[H][2];
+        unit_values<H, PITCH>(sh, at < hd ? at : 0, j0, end, acc);
         float *first = to + j0 * pitch + unit_element_at(at, hd);
 #pragma unroll
         for (int j = 0; j < H; j++, first += pitch)
-            if (at < hd && j0 + j < heads) store_floats(first, acc[j]);
+            if (at < hd && j0 + j < heads) *(float2 *)first = make_float2(acc[j][0], acc[j][1]);
     }
 }
 
@@ -518,11 +503,11 @@ DEVICE void unit_elements(const UnitShared &sh, int HS, int hd, int begin, int e
         return;
     }
     if (HS * hd >= 1024 && HS == UNIT_HEADS) {
-        unit_value_rows<4, 2, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
+        unit_value_rows<4, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
         return;
     }
     if (HS * hd >= 512 && HS >= 4) {
-        unit_value_rows<2, 2, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
+        unit_value_rows<2, PITCH>(sh, HS, hd, end, to, pitch, heads, thread / 32, threads / 32);
         return;
     }
     int j0 = 0, at = thread;
