@@ -118,7 +118,16 @@ def non_finite(rng: np.random.Generator, bits: Any) -> None:
         bits[rng.integers(len(bits)), rng.integers(bits.shape[1])] = value
 
 
-@pytest.mark.parametrize("change", [ties, zeros, non_finite])
+def infinity(sign: int) -> Callable[[np.random.Generator, Any], None]:
+    """One infinite weight: its expert comes first, or, with the other sign, is never chosen."""
+
+    def change(rng: np.random.Generator, bits: Any) -> None:
+        bits[len(bits) // 2, 7] = 0x7F80 | sign << 15
+
+    return change
+
+
+@pytest.mark.parametrize("change", [ties, zeros, non_finite, infinity(0), infinity(1)])
 @pytest.mark.parametrize(("experts", "chosen"), [(5, 5), (20, 3), (34, 33), (128, 8), (130, 9)])
 @pytest.mark.parametrize("norm", [True, False])
 def test_choices_of_the_joined_stages(change: Any, experts: int, chosen: int, norm: bool) -> None:
