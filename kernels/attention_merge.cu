@@ -44,7 +44,7 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
     const long long step = threads / 8 * stride;
     float acc = 0.0f, l = 0.0f;  // of the first warp's lanes
     float m = MINUS_INFINITY;    // of the chunks before these
-    start_next();  // ahead of the wait: see port.cuh
+    start_next();
     wait_for_previous((const void *)((unsigned long long)end_at | (unsigned long long)copy_at));
 #pragma unroll 1
     for (int c0 = 0; c0 < chunks; c0 += threads) {

@@ -148,7 +148,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     }
 }
 
-// The bounds leave the threads 112 registers, so that beside a block of twelve warps there is room for one of k_moe_down.
+// At most 512 threads. Bounds of 576 leave them 112 registers, so that beside twelve warps there is room for k_moe_down.
 KERNEL LAUNCH_BOUNDS(576, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
     DYNAMIC_SHARED(shared);
     expert_gate_up(a, blockIdx.x, gridDim.x, shared);

@@ -165,14 +165,14 @@ DEVICE void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];"
 // The same into L1 of this multiprocessor.
 DEVICE void touch_l1(const void *p) { asm volatile("prefetch.L1 [%0];" ::"l"(p)); }
 
-// Programmatic dependent launch: a kernel launched this way may begin while the one before it runs. Every such kernel
-// calls wait_for_previous, which returns when the kernel before it has ended and its writes can be seen. Ahead of that it
-// may write nothing; it may read weights and, past L1 (load_l2), what a kernel wrote that is known to have ended. start_next
-// lets the next kernel begin. A kernel that calls it behind its wait tells the next one that the kernel two before that has
-// ended: k_moe_down reads the router's logits on that ground, so k_moe_gate_up calls it there. Most others call it ahead of
-// their wait, so that the next one's launch, which takes a microsecond, and its weights are not waited for: what follows
-// those reads weights ahead of its own wait, or, in attention, the cache and the position, which an earlier step wrote.
-// kestrel/launch.py lists both kinds.
+// Programmatic dependent launch: a kernel launched this way may begin while the one before it runs. Every such kernel calls
+// wait_for_previous, which returns when the kernel before it has ended, and so all before that one, and its writes can be
+// seen; and start_next, which lets the next kernel begin. At least one thread of every launch waits, or its end would not mean
+// that of the others. Nobody writes ahead of the wait. Behind a kernel that waits first, a kernel that has begun knows that
+// all up to the one two before it have ended, and may read what they wrote, past L1 (load_l2), ahead of its own wait: so
+// k_moe_down reads the router's logits. Most kernels start the next one first, because its launch takes a microsecond
+// (kestrel/launch.py: STARTS_NEXT_FIRST). Behind those any number of kernels may still run: what follows them reads, ahead of
+// its wait, weights, and what was written before the step, whose first launch waits for everything: position and cache.
 #if __CUDA_ARCH__ >= 900
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The same, when address `ready` is there, which is not null: so that it is computed ahead of the wait.

@@ -81,7 +81,7 @@ struct NormRouterArgs {
     int reserved;
 };
 
-// The choice of router_topk (experts), moe_matmul by gate and up (dense: matmul), swiglu, quantize_a8.
+// The choice of router_topk (experts), moe_matmul by gate and up (dense: matmul), swiglu, quantize_a8 (not k_moe_gate_up).
 struct GateUpArgs {
     MoeMatmulArgs mm;
     SwigluArgs swiglu;
@@ -91,7 +91,7 @@ struct GateUpArgs {
     int reserved;
 };
 
-// router_topk, moe_matmul by down, moe_combine, add.
+// router_topk, quantize_a8 of mm.x (k_moe_down alone), moe_matmul by down, moe_combine, add.
 struct MoeDownArgs {
     MoeMatmulArgs mm;
     MoeCombineArgs combine;

@@ -112,8 +112,9 @@ PROGRAMMATIC = frozenset(
     }
 )
 
-# Of these, the ones that let the next kernel begin before they wait: what may follow them reads, ahead of its
-# own wait, nothing that the kernel two before it wrote, which may still run.
+# Of these, the ones that let the next kernel begin before they wait. Any number of them may follow each other
+# and run at a time, so what may follow them reads, ahead of its own wait, nothing that a kernel of this step
+# wrote.
 STARTS_NEXT_FIRST = frozenset(
     {
         "k_norm_a8",
@@ -127,8 +128,10 @@ STARTS_NEXT_FIRST = frozenset(
         "k_moe_down",
     }
 )
-# And the ones that read such a thing: the router's logits.
+# The ones that read ahead of their wait what the kernel two before them wrote: the router's logits.
 READS_TWO_BEFORE = frozenset({"k_moe_down", "k_moe_down_any"})
+# And what was written before the step, whose first launch waits for everything: the position and the cache.
+READS_BEFORE_STEP = frozenset({"k_attn_stage", "k_attn_stage_wide", "k_attn_merge"})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ class Graph:
     """Replays launches in their order on the stream they were recorded from.
 
     The recording holds addresses and arguments, not references: buffers must outlive it, which the program's
-    owner sees to. Token id, position and slot are read from device memory, so one recording serves every
+    owner sees to. Token id, position and slot are read from device memory, so a recording is right at every
     position.
     """
 

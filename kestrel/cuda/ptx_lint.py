@@ -16,6 +16,8 @@ from kestrel.launch import (
     HEAD_FORMS,
     MATMUL_ADD_FORMS,
     NORM_MATMUL_FORMS,
+    READS_BEFORE_STEP,
+    READS_TWO_BEFORE,
     STARTS_NEXT_FIRST,
 )
 
@@ -134,13 +136,17 @@ def instruction_findings(kernel: str, number: int, code: str, fma: Collection[st
 
 
 def early_findings(
-    ptx: str, programmatic: Collection[str], first: Collection[str] = STARTS_NEXT_FIRST
+    ptx: str,
+    programmatic: Collection[str],
+    first: Collection[str] = STARTS_NEXT_FIRST,
+    readers: Collection[str] = READS_TWO_BEFORE | READS_BEFORE_STEP,
 ) -> list[Finding]:
     """Kernels launched before the one ahead has ended: none may lack the wait, or reach past it.
 
     Ahead of ``griddepcontrol.wait`` a kernel may read weights, by loads that are marked read-only
-    (``ld.global.nc``), and what the kernel two before it wrote, past L1 (``ld.global.cg``, ``cp.async.cg``);
+    (``ld.global.nc``), and ``readers`` what other kernels wrote, past L1 (``ld.global.cg``, ``cp.async.cg``);
     it may write nothing, and not let the next kernel begin, but for ``first``. Only for sm_90 and newer.
+    Where a kernel waits at several places, what lies between them is not looked at.
     """
     bodies = functions(ptx)
     waiting = {name for name, body in bodies.items() if any("griddepcontrol.wait" in c for _, c in body)}
@@ -160,7 +166,11 @@ def early_findings(
             memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
                 modifiers
             )
-            if memory and not (base == "ld" and {"nc", "cg"} & set(modifiers)):
+            allowed = {"nc", "cg"} if name.removesuffix("_fast") in readers else {"nc"}
+            copies = base == "cp" and modifiers[:1] == ["async"] and "cg" in modifiers
+            if (copies and "cg" not in allowed) or (
+                memory and not (base == "ld" and allowed & set(modifiers))
+            ):
                 findings.append(Finding(name, "access ahead of griddepcontrol.wait", number, code.strip()))
         findings.append(Finding(name, "launched early without griddepcontrol.wait", body[0][0], name))
         return findings

@@ -1,4 +1,4 @@
-"""The attention stage: ``kernels/attention_stage.cu``, and ``kernels/attention_merge.cu`` where it merges."""
+"""The attention stage: ``kernels/attention_stage.cu``, and ``kernels/attention_merge.cu`` for many chunks."""
 
 from __future__ import annotations
 

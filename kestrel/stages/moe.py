@@ -141,8 +141,8 @@ MOE_OPS = (
 
 
 def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
-    """The whole FFN of experts, in three launches in a row: ahead of its wait each may read what the launch
-    two before it wrote, and the last one finds the router's logits so. The second one stores the choice.
+    """The whole FFN of experts, in three launches in a row. The second one stores the choice, and lets the
+    last one begin behind its own wait: so that one may read the router's logits ahead of its wait.
     """
     if not names(ops, *MOE_OPS):
         return None
@@ -163,9 +163,9 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
     found = [launch for launch in launches if launch is not None]
     if len(found) < len(launches):
         return None
-    unseen = [ops[4], ops[7]] if found[1].kernel != "k_moe_gate_up" else [ops[4], ops[6], ops[7]]
-    seen = [op for op in ops if op not in unseen]
-    return Stage(ops, found, written(seen), hidden=written(unseen))
+    unseen = (4, 6, 7) if found[1].kernel == "k_moe_gate_up" else (4, 7)  # h's a8 is k_moe_down's own
+    seen = [op for i, op in enumerate(ops) if i not in unseen]
+    return Stage(ops, found, written(seen), hidden=written([ops[i] for i in unseen]))
 
 
 def gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:

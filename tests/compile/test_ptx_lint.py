@@ -137,7 +137,11 @@ extern "C" __global__ void k_norm(const float *w, float *x) {{
         ("atomicAdd((int *)x, 1);", "access ahead of griddepcontrol.wait"),
         ('asm volatile("griddepcontrol.launch_dependents;");', "next kernel begun ahead of the wait"),
         ("float a = __ldg(w); if (a == 3.0f) __nanosleep(1);", None),
-        ("float a = __ldcg(x); if (a == 3.0f) __nanosleep(1);", None),
+        ("float a = __ldcg(x); if (a == 3.0f) __nanosleep(1);", "access ahead of griddepcontrol.wait"),
+        (
+            'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(0), "l"(x) : "memory");',
+            "access ahead of griddepcontrol.wait",
+        ),
     ],
 )
 def test_access_ahead_of_the_wait(first: str, rule: str | None) -> None:
@@ -146,6 +150,8 @@ def test_access_ahead_of_the_wait(first: str, rule: str | None) -> None:
     assert early_findings(text, set()) == []
     allowed = rule == "next kernel begun ahead of the wait"
     assert (early_findings(text, {"k_norm"}, {"k_norm"}) == []) == (allowed or rule is None)
+    past_l1 = "__ldcg" in first or "cp.async" in first
+    assert (early_findings(text, {"k_norm"}, (), {"k_norm"}) == []) == (past_l1 or rule is None)
 
 
 def test_a_function_that_waits() -> None:

@@ -209,11 +209,21 @@ def test_what_follows_a_kernel_that_starts_the_next_one_first(
     family: str, wtype: WType, position: int, taps: Any
 ) -> None:
     """It may begin while the kernel two before it runs, so it must not read ahead what that one writes."""
-    config = tiny_config(family)
-    model = make_model(config, random_weights(config, wtype), backend=SimtBackend(), slots=8, max_rows=1)
-    found = plan(model.step(1, 1, taps).ops, "l2exact", Tuning(), position)
-    names = [launch.kernel for launch in found.main]
-    assert ("k_attn_merge" in names) == (position > 0)
-    following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
-    assert following
-    assert not following & READS_TWO_BEFORE
+    whole = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 256, "layers": 3, "moe_ffn": 64}
+    shapes: list[dict[str, Any]] = [{}, whole]
+    if family == "qwen3_moe":
+        shapes += [{**whole, "dense_layers": (0,)}, {**whole, "dense_layers": (1,)}]
+    for shape in shapes:
+        config = tiny_config(family, **shape)
+        weights = random_weights(config, wtype)
+        model = make_model(config, weights, backend=SimtBackend(), slots=8, max_rows=1)
+        found = plan(model.step(1, 1, taps).ops, "l2exact", Tuning(), position)
+        names = [launch.kernel for launch in found.main]
+        assert ("k_attn_merge" in names) == (position > 0)
+        following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
+        assert following
+        assert not following & READS_TWO_BEFORE
+        if shape and wtype == WType.q4local:
+            assert {"k_norm_matmul_q4", "k_matmul_add_q4"} <= set(names)
+            assert family == "qwen3_moe" or "k_norm_gate_up" in names
+            assert family != "qwen3_moe" or "k_moe_gate_up" in names

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
-from kestrel.launch import Plan, plan, taps_of
+from kestrel.launch import Plan, Tuning, plan, taps_of
 from kestrel.model import Model, _StepBuilder, dump_bytes
 from kestrel.simt import SimtBackend, run_launch
 from kestrel.stages import planner, stage
@@ -62,7 +62,7 @@ def load(model: Model, rows: int) -> None:
 def hashes(model: Any, rows: int, level: str, *, late: bool) -> Any:
     step = model.step(rows, rows, level)
     load(model, rows)
-    for launch in plan(step.ops).in_line(late=late):
+    for launch in plan(step.ops, tuning=Tuning(apart=0)).in_line(late=late):
         run_launch(launch)
     return model.hashes(step, rows)
 
