@@ -150,7 +150,6 @@ import os, signal, sys, threading, time
 import numpy as np
 from kestrel import _native
 from tests.support.run_op import op_args
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its jobs with it ignored
 threads = int(sys.argv[1])
 x, y = np.zeros(300_000, np.float32), np.ones(300_000, np.float32)
 small = np.zeros(4, np.float32)
