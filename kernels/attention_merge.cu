@@ -1,6 +1,5 @@
 // The second launch of attention in a decode step (M = 1) where chunks are many: merges the partial states that k_attn_stage
 // left, left to right, a block to 32 elements of a head, and quantises the result.
-#include "attention_chunk.cuh"
 #include "attention_result.cuh"
 
 // Four chunks of a merge: factors of what is merged and of the chunk, the chunk's sum; one element of its state.
@@ -76,14 +75,7 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
             if (v < warp_id()) before = fmaxf(before, total);
             m = fmaxf(m, total);
         }
-        if (own < count) {
-            // One factor is the exponential of the difference, the other exp(0), or NaN of an infinity.
-            const float e = exp_form(-fabsf(right - before));
-            const bool moved = right > before;
-            const float larger = moved ? right : before;
-            const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
-            factors[own] = make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
-        }
+        if (own < count) factors[own] = merge_factors_of(before, right, sum);
         copy_wait_all();
         __syncthreads();
         if (warp_id() == 0) {

@@ -1,8 +1,17 @@
-// The result of attention for a head and its a8, from merged states (contract sections 2 and 7).
+// What both ways of merging chunks share: a chunk's factors, and the result of a head and its a8 (contract sections 2 and 7).
 #pragma once
 
-#include "block_norm.cuh"
-#include "stage_args.h"
+#include "attention_chunk.cuh"
+
+// Factors of what is merged, whose maximum is `before`, and of a chunk with maximum `right`, whose sum comes along: one is the
+// exponential of the difference, the other exp(0), or NaN of an infinity.
+DEVICE float4 merge_factors_of(float before, float right, float sum) {
+    const float e = exp_form(-fabsf(right - before));
+    const bool moved = right > before;
+    const float larger = moved ? right : before;
+    const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
+    return make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
+}
 
 // Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
 DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float value, float sum) {

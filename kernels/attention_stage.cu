@@ -102,14 +102,7 @@ DEVICE void merge_factors(float2 end, const float *end_at, long long stride, int
         for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
         const float left = __shfl_up_sync(FULL_WARP, merged, 1), before = lane == 0 ? m : fmaxf(m, left);
         m = fmaxf(m, __shfl_sync(FULL_WARP, merged, 31));
-        if (real) {
-            // One factor is the exponential of the difference, the other exp(0), or NaN of an infinity.
-            const float e = exp_form(-fabsf(right - before));
-            const bool moved = right > before;
-            const float larger = moved ? right : before;
-            const float one = fabsf(larger) < f32_from_bits(KESTREL_INF_BITS) ? 1.0f : f32_from_bits(KESTREL_NAN_BITS);
-            factors[c] = make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
-        }
+        if (real) factors[c] = merge_factors_of(before, right, sum);
     }
 }
 

@@ -168,7 +168,7 @@ template <int C> struct NormRow {
     }
 };
 
-// Asks for the norm's weights, waits for the kernel that makes x, lets the next one begin, asks for x, and returns r to
+// Asks for the norm's weights, lets the next kernel begin, waits for the one that makes x, asks for x, and returns r to
 // every thread; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in shared memory. The
 // chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a barrier
 // behind it.

@@ -1,6 +1,6 @@
 // The FFN of chosen experts of a decode step (M = 1), q4local: two launches behind the router's logits. k_moe_gate_up makes
 // the choice, gate, up and SwiGLU; k_moe_down makes a8, down, the combination in rank order and the residual. Both stream
-// weights by bulk copies into rings of shared memory, which take neither registers nor the path of other loads, and the
+// weights by bulk copies into rings of shared memory, which take no registers, and the
 // second launch asks for its weights while the first one still reads: the experts follow from the logits, which the kernel
 // two before it wrote. Other formats and lengths: moe_stages.cu. Each kernel exists in both forms: k_x and k_x_fast.
 #include "expert_rows.cuh"

@@ -133,7 +133,7 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
         stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
     NormRow<1> row;
-    const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // waits, lets the next kernel begin
+    const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
 #pragma unroll 1
     for (int span = 0; span < d / 8; span += row.span_size()) {
         if (span > 0) {

@@ -56,19 +56,19 @@ DEVICE unsigned minus_less(unsigned count, unsigned a, unsigned a_low, unsigned 
 }
 // What another block of this launch, or the launch before, wrote: past L1, which is not coherent. Volatile, so that the
 // compiler leaves it behind wait_for_previous.
-DEVICE float load_l2(const float *p) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
-    return v;
-}
+#define LOAD_L2(TYPE, PTX, CONSTRAINT)                                                   \
+    DEVICE TYPE load_l2(const TYPE *p) {                                                 \
+        TYPE v;                                                                          \
+        asm volatile("ld.global.cg." PTX " %0, [%1];" : "=" CONSTRAINT(v) : "l"(p));     \
+        return v;                                                                        \
+    }
+LOAD_L2(float, "f32", "f")
+LOAD_L2(int, "s32", "r")
+LOAD_L2(unsigned, "u32", "r")
+#undef LOAD_L2
 DEVICE float2 load_l2(const float2 *p) {
     float2 v;
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
-    return v;
-}
-DEVICE float4 load_l2(const float4 *p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
 }
 DEVICE uint4 load_l2(const uint4 *p) {
@@ -76,14 +76,9 @@ DEVICE uint4 load_l2(const uint4 *p) {
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-DEVICE int load_l2(const int *p) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-DEVICE unsigned load_l2(const unsigned *p) {
-    unsigned v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
+DEVICE float4 load_l2(const float4 *p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
 }
 
@@ -123,7 +118,7 @@ DEVICE void copy_async_16(void *shared, const void *global) {
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Bulk copies of weights, by a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no
-// registers, and does not stand in the way of other loads. All lanes call all four. A gate is u64[1] of shared memory,
+// registers. But loads asked for behind them come behind them. All lanes call all four. A gate is u64[1] of shared memory,
 // opened once; bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned
 // to 16), and bulk_wait returns when all lanes see them; `turn` counts the calls from 0. A lane that has read what arrived
 // calls __syncwarp before the next copy to the same place. Asking takes a lane its time: several warps may share it.

@@ -12,7 +12,6 @@ A note takes its time itself, and holds the loads and stores around it in their 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from bench.gpu.timeline import (
     BLOCKS,
     LAUNCHES,
     RULE,
-    add_step_arguments,
     changed_port,
     notes_of_a_run,
     step_config,
+    step_parser,
     synthetic_step,
     with_ends,
 )
@@ -92,11 +91,8 @@ def record(folder: Path, config: ModelConfig, depth: int, mode: Any) -> list[lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = step_parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    add_step_arguments(parser)
     given = parser.parse_args(argv)
     if not (given.folder / "op_args.h").is_file():
         parser.error(f"{given.folder} is no copy of the folder kernels/")

@@ -13,16 +13,18 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.context import markdown_table
+from bench.gpu.synthetic import SHAPE, DeviceWeights, fill_cache, make_weights, synthetic_config
 from kestrel.benchmark.shapes import SHAPES
 from kestrel.config import ModelConfig
 from kestrel.cuda.sources import KernelSources, kernel_sources
+from kestrel.engine import Engine
 
 LAUNCHES, BLOCKS = 256, 300  # of the notes: launches by number, blocks noted of each
 WORDS = 6  # of a block's notes: ready, waited, ended, kernel, multiprocessor, started
@@ -202,9 +204,6 @@ def synthetic_step(sources: KernelSources, config: ModelConfig, depth: int, mode
 
     The cache holds random rows.
     """
-    from bench.gpu.synthetic import DeviceWeights, fill_cache, make_weights
-    from kestrel.engine import Engine
-
     backend = DeviceWeights(mode, sources=sources)
     engine = Engine(config, make_weights(config, backend), backend, context=depth + 64)
     fill_cache(engine, backend)
@@ -216,21 +215,25 @@ def synthetic_step(sources: KernelSources, config: ModelConfig, depth: int, mode
     return engine, program
 
 
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which step: depth, shape, layers and mode."""
+def step_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a command about one step: depth, shape, layers and mode."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "-d", "--depth", type=int, default=1024, metavar="N", help="positions before the token"
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b", help="of random weights")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=SHAPE, help="of random weights")
     parser.add_argument("--layers", type=int, default=8, metavar="N", help=f"at most {MOST_LAYERS}")
     parser.add_argument("--mode", default="l2exact", choices=("l2exact", "bitexact", "fast"))
+    return parser
 
 
 def step_config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ModelConfig:
-    """The config that ``add_step_arguments`` asked for; ends the program where layers are too many."""
+    """The config that was asked for; ends the program where layers are too many."""
     if not 1 <= given.layers <= MOST_LAYERS:
         parser.error(f"--layers must be 1 to {MOST_LAYERS}, not {given.layers}")
-    return replace(SHAPES[given.shape], num_layers=given.layers)
+    return synthetic_config(given.layers, given.shape)
 
 
 def record(config: ModelConfig, depth: int, mode: Any) -> list[Noted]:
@@ -243,10 +246,7 @@ def record(config: ModelConfig, depth: int, mode: Any) -> list[Noted]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add_step_arguments(parser)
+    parser = step_parser(__doc__)
     given = parser.parse_args(argv)
     launches = record(step_config(parser, given), given.depth, given.mode)
     whole = max(noted.ended.max() for noted in launches) - launches[0].waited.min()

@@ -17,7 +17,7 @@ from kestrel.config import ModelConfig
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.environment import load_cupy, open_device
 from kestrel.cuda.feedback import GreedyLoop
-from kestrel.cuda.graph import Replay
+from kestrel.cuda.graph import Replays
 from kestrel.cuda.memory import CudaBuffer, Memory, Progress
 from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.errors import BackendError
@@ -177,31 +177,30 @@ class CudaProgram:
         self._backend = backend
         self._ops = list(ops)
         self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
-        self._rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
-        self._runs: dict[bool, Replay] = {}
+        rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
+
+        # Not methods: a program that held itself would keep its memory until the next collection.
+        def many(position: int) -> bool:
+            return rows == 1 and many_chunks(position, backend.tuning)
+
+        def planned(position: int, ops: Sequence[Op] = self._ops) -> Plan:
+            return plan(ops, backend.mode, backend.tuning, position)
+
+        self._many, self._plan = many, planned
+        self._runs = Replays(
+            backend,
+            lambda position: backend.prepare_plan(planned(position)),
+            many,
+            record=backend.graph and 1 <= rows <= GRAPH_ROWS,
+        )
+        self._runs.at(backend.position)  # what cannot be planned or loaded is an error now
         self._loop: GreedyLoop | None = None
-        self._run()
-
-    def _many(self, position: int) -> bool:
-        return self._rows == 1 and many_chunks(position, self._backend.tuning)
-
-    def _plan(self, position: int) -> Plan:
-        return plan(self._ops, self._backend.mode, self._backend.tuning, position)
-
-    def _run(self) -> Replay:
-        """The whole run as it is at the backend's position."""
-        backend, many = self._backend, self._many(self._backend.position)
-        if many not in self._runs:
-            whole = PreparedPlan(backend, self._plan(backend.position))
-            record = backend.graph and 1 <= self._rows <= GRAPH_ROWS
-            self._runs[many] = Replay(backend, whole, record=record)
-        return self._runs[many]
 
     @property
     def whole(self) -> PreparedPlan:
         """The launches of a whole run at the backend's position."""
         with self._backend.current():
-            return self._run().whole
+            return self._runs.at(self._backend.position).whole
 
     @property
     def launches(self) -> int:
@@ -211,8 +210,7 @@ class CudaProgram:
     @property
     def recorded(self) -> bool:
         """Whether whole runs replay a graph by now."""
-        replayed = any(run.recorded for run in self._runs.values())
-        return replayed or (self._loop is not None and self._loop.recorded)
+        return self._runs.recorded or (self._loop is not None and self._loop.recorded)
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Run ops ``begin`` to ``end`` and wait for them."""
@@ -241,7 +239,7 @@ class CudaProgram:
 
     def queue(self) -> None:
         """Queue a whole run; the device must be current."""
-        self._run().queue()
+        self._runs.at(self._backend.position).queue()
 
 
 class CudaBackend:

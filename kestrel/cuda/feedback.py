@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kestrel.backend import Buffer
-from kestrel.cuda.graph import Replay
+from kestrel.cuda.graph import Replays
 from kestrel.launch import Launch, Plan
 
 if TYPE_CHECKING:
@@ -50,10 +50,8 @@ class GreedyLoop:
         hashes: Buffer | None,
         taps: int,
     ) -> None:
-        """``plan`` makes the one for a position, one and the same for those that are equally ``many``."""
+        """``plan``, ``many``: as of ``Replays``."""
         self._backend = backend
-        self._plan, self._many = plan, many
-        self._runs: dict[bool, Replay] = {}
         self._step = backend.zeros((1,), np.uint32)
         self._tokens_memory, self._tokens = backend.pinned((AHEAD,), np.int32)
         self._hashes_memory, self._hashes = backend.pinned((AHEAD, taps), np.uint64)
@@ -68,21 +66,25 @@ class GreedyLoop:
             slots=AHEAD,
             taps=taps,
         )
-        self._feedback = Launch("k_feedback", (1, 1, 1), (256, 1, 1), 0, args)
+        feedback = Launch("k_feedback", (1, 1, 1), (256, 1, 1), 0, args)
+        self._runs = Replays(
+            backend,
+            lambda position: backend.prepare_plan(plan(position), [feedback]),
+            many,
+            record=backend.graph,
+        )
         self._events = [backend.event() for _ in range(AHEAD)]
 
     @property
     def recorded(self) -> bool:
         """Whether steps replay a graph by now."""
-        return any(run.recorded for run in self._runs.values())
+        return self._runs.recorded
 
     def run(self, position: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Yield ``count`` times the token that a step chose and the hashes u64[taps] of its row.
 
-        The first step is at ``position``.
-
-        The inputs of the first step are in their buffers. At most ``AHEAD`` steps run beyond the one that was
-        yielded, never more than ``count`` in all. A token of -1 ends it.
+        The first step is at ``position``, and its inputs are in their buffers. At most ``AHEAD`` steps run
+        beyond the one that was yielded, never more than ``count`` in all. A token of -1 ends it.
         """
         backend = self._backend
         backend.write(self._step, np.zeros(1, np.uint32))
@@ -91,7 +93,7 @@ class GreedyLoop:
             for read in range(count):
                 with backend.current():
                     while queued < min(count, read + AHEAD):
-                        self._queue(position + queued)
+                        self._runs.at(position + queued).queue()
                         self._events[queued % AHEAD].record(backend.stream)
                         queued += 1
                     slot = read % AHEAD
@@ -104,11 +106,3 @@ class GreedyLoop:
             if not backend.closed:
                 with backend.current():
                     backend.synchronize()
-
-    def _queue(self, position: int) -> None:
-        """One step at ``position``."""
-        backend, many = self._backend, self._many(position)
-        if many not in self._runs:
-            whole = backend.prepare_plan(self._plan(position), [self._feedback])
-            self._runs[many] = Replay(backend, whole, record=backend.graph)
-        self._runs[many].queue()

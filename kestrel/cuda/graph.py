@@ -67,3 +67,33 @@ class Replay:
         else:
             self.whole.queue()
             self._ran_eagerly = True
+
+
+class Replays:
+    """The runs of a program: a ``Replay`` for few positions and one for ``many``, made when wanted."""
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        prepare: Callable[[int], PreparedPlan],
+        many: Callable[[int], bool],
+        *,
+        record: bool,
+    ) -> None:
+        """``prepare`` makes the plan for a position, one and the same for those that are equally ``many``."""
+        self._backend = backend
+        self._prepare, self._many = prepare, many
+        self._record = record
+        self._made: dict[bool, Replay] = {}
+
+    @property
+    def recorded(self) -> bool:
+        """Whether any run replays a graph by now."""
+        return any(replay.recorded for replay in self._made.values())
+
+    def at(self, position: int) -> Replay:
+        """The run at ``position``; the device must be current."""
+        many = self._many(position)
+        if many not in self._made:
+            self._made[many] = Replay(self._backend, self._prepare(position), record=self._record)
+        return self._made[many]

@@ -154,6 +154,7 @@ def early_findings(
     def walk(name: str, body: list[tuple[int, str]]) -> list[Finding]:
         """Of the lines up to the wait, or up to the first call of a function that waits."""
         findings: list[Finding] = []
+        allowed = {"nc", "cg"} if name.removesuffix("_fast") in readers else {"nc"}
         for number, code in body:
             match = _INSTRUCTION.match(code)
             opcode = match.group(1) if match else ""
@@ -166,7 +167,6 @@ def early_findings(
             memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
                 modifiers
             )
-            allowed = {"nc", "cg"} if name.removesuffix("_fast") in readers else {"nc"}
             copies = base == "cp" and modifiers[:1] == ["async"] and "cg" in modifiers
             if (copies and "cg" not in allowed) or (
                 memory and not (base == "ld" and allowed & set(modifiers))

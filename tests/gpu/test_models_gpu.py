@@ -85,8 +85,8 @@ def test_a_text_that_comes_to_many_chunks(graph: bool, taps: Any, cpu: CpuBacken
         if taps != "off":
             assert str(difference(actual[1], expected[1])).startswith("0 of")
     program = engine.decode_model.step(1, 1, taps).program
-    names = {many: len(program._plan(256 * many).main) for many in (0, 1)}  # type: ignore[attr-defined]
-    assert names[1] == names[0] + config.num_layers
+    few, many = (len(program._plan(position).main) for position in (0, 256))  # type: ignore[attr-defined]
+    assert many == few + config.num_layers
     backend.close()
 
 
