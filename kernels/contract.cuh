@@ -1,5 +1,5 @@
 // Primitives of the numerics contract, one text for NVRTC, for g++ (the C++ reference and the kernels run on the
-// CPU): bit casts, fused multiply-add, hsum8, f16 and bf16 decode, a8. Builtin types only: NVRTC has no headers.
+// CPU): bit casts, fused multiply-add, lane sums, f16 and bf16 decode, a8. Builtin types only: NVRTC has no headers.
 // Everything is static, so that a copy compiled with AVX flags never serves a file compiled without them.
 #pragma once
 
@@ -59,6 +59,16 @@ KESTREL_FN float sqrt_f32(float x) { return __builtin_sqrtf(x); }
 KESTREL_FN float hsum8(const float *a) {
     const float lo0 = a[0] + a[4], lo1 = a[1] + a[5], lo2 = a[2] + a[6], lo3 = a[3] + a[7];
     return (lo0 + lo1) + (lo2 + lo3);
+}
+
+// The steps of hsum32 ahead of its hsum8, for lanes k, k + 8, k + 16 and k + 24.
+KESTREL_FN float fold_lanes(float a0, float a8, float a16, float a24) { return (a0 + a16) + (a8 + a24); }
+
+// a: f32[32].
+KESTREL_FN float hsum32(const float *a) {
+    float folded[8];
+    for (int k = 0; k < 8; k++) folded[k] = fold_lanes(a[k], a[k + 8], a[k + 16], a[k + 24]);
+    return hsum8(folded);
 }
 
 // Section 1. Exact; a NaN becomes quiet and keeps its payload, as vcvtph2ps does.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../kernels/contract.cuh"
+
 namespace kestrel {
 namespace {
 
@@ -27,11 +29,6 @@ float f32_of_bf16(unsigned short bits) {
     float value;
     std::memcpy(&value, &out, 4);
     return value;
-}
-
-float hsum8(const float *acc) {
-    const float lo0 = acc[0] + acc[4], lo1 = acc[1] + acc[5], lo2 = acc[2] + acc[6], lo3 = acc[3] + acc[7];
-    return (lo0 + lo1) + (lo2 + lo3);
 }
 
 // codes u8[G, 16]: low nibbles are elements 0..15 of the group, high nibbles 16..31; value = code - 8.
@@ -64,9 +61,9 @@ float row_quantised(const Weight &w, int64_t row, const signed char *q, const fl
 
 float row_bf16(const Weight &w, int64_t row, const float *x) {
     const auto *bits = static_cast<const unsigned short *>(w.codes) + row * w.k;
-    float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int k = 0; k < w.k; k++) acc[k % 8] = std::fma(f32_of_bf16(bits[k]), x[k], acc[k % 8]);
-    return hsum8(acc);
+    float acc[32] = {};
+    for (int k = 0; k < w.k; k++) acc[k % 32] = std::fma(f32_of_bf16(bits[k]), x[k], acc[k % 32]);
+    return hsum32(acc);
 }
 
 void run_scalar(const MatmulTask &task, const MatmulInput &input, char *) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "lane_sums.h"
 #include "matmul.h"
 
 namespace kestrel {
@@ -14,18 +15,12 @@ namespace {
 
 constexpr int kRowFormInputs = 3;  // most input rows of the row form
 constexpr int kTileInputs = 3;     // input rows that one pass over the tiles serves
+constexpr int kPrefetchRows = 8;   // of bf16, between what is read and what is asked for
 
 // ---- helpers ---------------------------------------------------------------------------------------------------------
 
 inline __m256i load256(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 inline __m128i load128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
-
-// (lo[0] + lo[1]) + (lo[2] + lo[3]) with lo[k] = a[k] + a[k+4].
-inline float hsum8(__m256 a) {
-    const __m128 lo = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pairs = _mm_add_ps(lo, _mm_movehdup_ps(lo));  // [lo0+lo1, ., lo2+lo3, .]
-    return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehl_ps(pairs, pairs)));
-}
 
 // All ones in the first `count` of 8 32-bit lanes.
 inline __m256i lane_mask(int count) {
@@ -316,43 +311,47 @@ inline __m256 load_bf16(const unsigned short *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
 }
 
-// R weight rows times C inputs; lanes are k mod 8 as the contract has them. R * C independent chains of fma.
+// R weight rows times C inputs; the lanes k mod 32 of the contract are four vectors. 4 * R * C independent chains of fma.
 template <int R, int C>
 inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int c0) {
-    const int64_t k = task.w.k, full = k / 8 * 8, rest = k % 8;
+    const int64_t k = task.w.k, full = k / 32 * 32;
     const auto *w = static_cast<const unsigned short *>(task.w.codes) + n * k;
-    __m256 acc[R][C];
+    __m256 acc[R][C][4];
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) acc[r][c] = _mm256_setzero_ps();
-    for (int64_t i = 0; i < full; i += 8) {
-        __m256 xs[C];
-        for (int c = 0; c < C; c++) xs[c] = _mm256_loadu_ps(x[c] + i);
-        for (int r = 0; r < R; r++) {
-            const unsigned short *row = w + r * k + i;
-            if (C == 1 && i % 32 == 0) _mm_prefetch(reinterpret_cast<const char *>(row + R * k), _MM_HINT_T0);
-            const __m256 ws = load_bf16(row);
-            for (int c = 0; c < C; c++) acc[r][c] = _mm256_fmadd_ps(ws, xs[c], acc[r][c]);
+        for (int c = 0; c < C; c++)
+            for (int v = 0; v < 4; v++) acc[r][c][v] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < full; i += 32) {
+        if (C == 1)
+            for (int r = 0; r < R; r++)
+                _mm_prefetch(reinterpret_cast<const char *>(w + (kPrefetchRows + r) * k + i), _MM_HINT_T0);
+        for (int v = 0; v < 4; v++) {
+            for (int r = 0; r < R; r++) {
+                const __m256 ws = load_bf16(w + r * k + i + 8 * v);
+                for (int c = 0; c < C; c++)
+                    acc[r][c][v] = _mm256_fmadd_ps(ws, _mm256_loadu_ps(x[c] + i + 8 * v), acc[r][c][v]);
+            }
         }
     }
-    if (rest != 0) {
-        const __m256i mask = lane_mask(static_cast<int>(rest));
+    for (int v = 0; v < 4 && full + 8 * v < k; v++) {
+        const int64_t first = full + 8 * v, count = std::min<int64_t>(k - first, 8);
+        const __m256i mask = lane_mask(static_cast<int>(count));
         for (int r = 0; r < R; r++) {
             alignas(16) unsigned short copy[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            std::memcpy(copy, w + r * k + full, rest * sizeof(unsigned short));
+            std::memcpy(copy, w + r * k + first, count * sizeof(unsigned short));
             const __m256 ws = load_bf16(copy);
             for (int c = 0; c < C; c++)
-                acc[r][c] = _mm256_blendv_ps(
-                    acc[r][c], _mm256_fmadd_ps(ws, _mm256_maskload_ps(x[c] + full, mask), acc[r][c]),
+                acc[r][c][v] = _mm256_blendv_ps(
+                    acc[r][c][v], _mm256_fmadd_ps(ws, _mm256_maskload_ps(x[c] + first, mask), acc[r][c][v]),
                     _mm256_castsi256_ps(mask));
         }
     }
     for (int c = 0; c < C; c++)
-        for (int r = 0; r < R; r++) task.y[task.out_row[c0 + c] * task.ldy + n + r] = hsum8(acc[r][c]);
+        for (int r = 0; r < R; r++) task.y[task.out_row[c0 + c] * task.ldy + n + r] = hsum32(acc[r][c]);
 }
 
 template <int C>
 void inputs_bf16(const MatmulTask &task, const MatmulInput &input, int c0, int begin, int end) {
-    constexpr int R = C == 1 ? 8 : 4;
+    constexpr int R = C == 1 ? 2 : 1;  // 8 or 12 of the 16 registers are accumulators
     const float *x[C];
     for (int c = 0; c < C; c++) x[c] = input.x + static_cast<int64_t>(task.in_row[c0 + c]) * task.w.k;
     int n = begin;

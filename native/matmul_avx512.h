@@ -18,6 +18,7 @@
 
 #include <algorithm>
 
+#include "lane_sums.h"
 #include "matmul.h"
 
 namespace kestrel {
@@ -31,13 +32,6 @@ constexpr int kTileInputs = 6;     // input rows that one pass over two tiles se
 
 inline __m128i load128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 inline __m512i load512(const void *p) { return _mm512_loadu_si512(p); }
-
-// (lo[0] + lo[1]) + (lo[2] + lo[3]) with lo[k] = a[k] + a[k+4].
-inline float hsum8(__m256 a) {
-    const __m128 lo = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pairs = _mm_add_ps(lo, _mm_movehdup_ps(lo));  // [lo0+lo1, ., lo2+lo3, .]
-    return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehl_ps(pairs, pairs)));
-}
 
 // Products of unsigned and signed bytes are kept in "units" of 32 bits, each the sum of neighbouring products: one i32
 // with VNNI, else two i16 that finish_units() adds.
@@ -273,58 +267,61 @@ void rows_quantised(const MatmulTask &task, const MatmulInput &input, char *work
 
 // ---- bf16 ------------------------------------------------------------------------------------------------------------
 
-// 8 bf16 of row A and 8 of row B to f32.
-inline __m512 load_bf16(__m128i a, __m128i b) {
-    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(both), 16));
+// 16 bf16 to f32.
+inline __m512 widen_bf16(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// P pairs of weight rows (the last of `rows` repeated where the last pair is not full) times C inputs; each vector holds
-// the lanes k mod 8 of two rows. P * C independent chains of fma.
-template <int P, int C>
-inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int rows, int c0) {
-    const int64_t k = task.w.k, full = k / 8 * 8, rest = k % 8;
+// lanes[h]: lanes 16h .. 16h+15.
+inline float hsum32(const __m512 (&lanes)[2]) {
+    const __m512 b = _mm512_add_ps(lanes[0], lanes[1]);
+    return hsum8(_mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1)));
+}
+
+// R weight rows times C inputs; the lanes k mod 32 of the contract are two vectors. 2 * R * C independent chains of fma.
+template <int R, int C>
+inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int c0) {
+    const int64_t k = task.w.k, full = k / 32 * 32;
     const auto *w = static_cast<const unsigned short *>(task.w.codes) + n * k;
-    __m512 acc[P][C];
-    for (int p = 0; p < P; p++)
-        for (int c = 0; c < C; c++) acc[p][c] = _mm512_setzero_ps();
-    const auto row = [&](int r) { return w + std::min(r, rows - 1) * k; };
-    for (int64_t i = 0; i < full; i += 8) {
-        __m512 xs[C];
-        for (int c = 0; c < C; c++) xs[c] = _mm512_broadcast_f32x8(_mm256_loadu_ps(x[c] + i));
-        for (int p = 0; p < P; p++) {
-            const __m512 ws = load_bf16(load128(row(2 * p) + i), load128(row(2 * p + 1) + i));
-            for (int c = 0; c < C; c++) acc[p][c] = _mm512_fmadd_ps(ws, xs[c], acc[p][c]);
-        }
-    }
-    if (rest != 0) {
-        const auto lanes = static_cast<__mmask8>((1u << rest) - 1);
-        const auto both = static_cast<__mmask16>(lanes | lanes << 8);
-        for (int p = 0; p < P; p++) {
-            const __m512 ws = load_bf16(_mm_maskz_loadu_epi16(lanes, row(2 * p) + full),
-                                        _mm_maskz_loadu_epi16(lanes, row(2 * p + 1) + full));
-            for (int c = 0; c < C; c++) {
-                const __m512 xs = _mm512_broadcast_f32x8(_mm256_maskz_loadu_ps(lanes, x[c] + full));
-                acc[p][c] = _mm512_mask3_fmadd_ps(ws, xs, acc[p][c], both);
+    __m512 acc[R][C][2];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c][0] = acc[r][c][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < full; i += 32) {
+        for (int h = 0; h < 2; h++) {
+            const int64_t at = i + 16 * h;
+            __m512 xs[C];
+            for (int c = 0; c < C; c++) xs[c] = _mm512_loadu_ps(x[c] + at);
+            for (int r = 0; r < R; r++) {
+                const void *bits = w + r * k + at;
+                const __m512 ws = widen_bf16(_mm256_loadu_si256(static_cast<const __m256i *>(bits)));
+                for (int c = 0; c < C; c++) acc[r][c][h] = _mm512_fmadd_ps(ws, xs[c], acc[r][c][h]);
             }
         }
     }
-    for (int c = 0; c < C; c++) {
-        float *y = task.y + task.out_row[c0 + c] * task.ldy + n;
-        for (int p = 0; p < P; p++) {
-            if (2 * p < rows) y[2 * p] = hsum8(_mm512_castps512_ps256(acc[p][c]));
-            if (2 * p + 1 < rows) y[2 * p + 1] = hsum8(_mm512_extractf32x8_ps(acc[p][c], 1));
+    for (int h = 0; h < 2 && full + 16 * h < k; h++) {
+        const int64_t at = full + 16 * h;
+        const auto there = static_cast<__mmask16>((1u << std::min<int64_t>(k - at, 16)) - 1);
+        for (int r = 0; r < R; r++) {
+            const __m512 ws = widen_bf16(_mm256_maskz_loadu_epi16(there, w + r * k + at));
+            for (int c = 0; c < C; c++) {
+                const __m512 xs = _mm512_maskz_loadu_ps(there, x[c] + at);
+                // Lanes past the row keep their value.
+                acc[r][c][h] = _mm512_mask3_fmadd_ps(ws, xs, acc[r][c][h], there);
+            }
         }
     }
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) task.y[task.out_row[c0 + c] * task.ldy + n + r] = hsum32(acc[r][c]);
 }
 
 template <int C>
 void inputs_bf16(const MatmulTask &task, const MatmulInput &input, int c0, int begin, int end) {
+    constexpr int R = C == 4 ? 2 : 4;  // 8 or 16 of the 32 registers are accumulators
     const float *x[C];
     for (int c = 0; c < C; c++) x[c] = input.x + static_cast<int64_t>(task.in_row[c0 + c]) * task.w.k;
     int n = begin;
-    for (; n + 8 <= end; n += 8) block_bf16<4, C>(task, x, n, 8, c0);
-    for (; n < end; n += 2) block_bf16<1, C>(task, x, n, std::min(2, end - n), c0);
+    for (; n + R <= end; n += R) block_bf16<R, C>(task, x, n, c0);
+    for (; n < end; n++) block_bf16<1, C>(task, x, n, c0);
 }
 
 void run_bf16(const MatmulTask &task, const MatmulInput &input) {

@@ -7,17 +7,24 @@ namespace {
 
 float inverse_rms(float ss, int d, float eps) { return 1.0f / sqrt_f32(ss / static_cast<float>(d) + eps); }
 
-// x: f32[d]. Blocks of 8, then the tail one by one.
-float sum_of_squares_by_8(const float *x, int d) {
-    const int d8 = d & ~7;
-    float ss = 0.0f;
-    for (int b = 0; b < d8; b += 8) {
-        float lo[4];
-        for (int k = 0; k < 4; k++) lo[k] = x[b + k] * x[b + k] + x[b + k + 4] * x[b + k + 4];
-        ss += (lo[0] + lo[1]) + (lo[2] + lo[3]);
+// x: f32[d]. A term to each block of 8, then one to each element of the tail.
+float sum_of_blocks(const float *x, int d) {
+    const int blocks = d / 8;
+    float lane[32] = {};
+    for (int j = 0; j < blocks; j++) {
+        float square[8];
+        for (int k = 0; k < 8; k++) square[k] = x[8 * j + k] * x[8 * j + k];
+        lane[j % 32] += hsum8(square);
     }
-    for (int i = d8; i < d; i++) ss += x[i] * x[i];
-    return ss;
+    for (int i = 0; i < d % 8; i++) lane[(blocks + i) % 32] += x[8 * blocks + i] * x[8 * blocks + i];
+    return hsum32(lane);
+}
+
+// x: f32[hd]. A term to each element.
+float sum_of_squares(const float *x, int hd) {
+    float lane[32] = {};
+    for (int i = 0; i < hd; i++) lane[i % 32] += x[i] * x[i];
+    return hsum32(lane);
 }
 
 }  // namespace
@@ -29,7 +36,7 @@ void rms_norm_scalar(const void *args, ThreadContext &context) {
     for (int64_t m = begin; m < end; m++) {
         const float *x = a.x + m * a.d;
         float *out = a.out + m * a.d;
-        const float r = inverse_rms(sum_of_squares_by_8(x, a.d), a.d, a.eps);
+        const float r = inverse_rms(sum_of_blocks(x, a.d), a.d, a.eps);
         for (int i = 0; i < a.d; i++) out[i] = (x[i] * r) * a.w[i];
     }
 }
@@ -46,9 +53,7 @@ void qk_norm_scalar(const void *args, ThreadContext &context) {
     for (int64_t m = begin; m < end; m++) {
         for (int h = 0; h < a.heads; h++) {
             float *x = a.x + m * a.ld + static_cast<int64_t>(h) * a.hd;
-            float ss = 0.0f;
-            for (int i = 0; i < a.hd; i++) ss += x[i] * x[i];
-            const float r = inverse_rms(ss, a.hd, a.eps);
+            const float r = inverse_rms(sum_of_squares(x, a.hd), a.hd, a.eps);
             for (int i = 0; i < a.hd; i++) x[i] = (x[i] * r) * a.w[i];
         }
     }

@@ -1,4 +1,5 @@
-// rms_norm and qk_norm with AVX2. The chain of the sum of squares stays as it is; squares and block sums are vectors.
+// rms_norm and qk_norm with AVX2: the contract's 32 lanes are four vectors.
+#include "lane_sums.h"
 #include "ops.h"
 #include "simd.h"
 
@@ -13,23 +14,62 @@ inline __m128 folded_squares(const float *x) {
     return _mm_add_ps(_mm256_castps256_ps128(squares), _mm256_extractf128_ps(squares, 1));
 }
 
-float sum_of_squares_by_8(const float *x, int d) {
-    float ss = 0.0f;
-    int b = 0;
-    for (; b + 32 <= d; b += 32) {
-        // (s0 + s1) and (s2 + s3) of four blocks, then their sums: lane i is the sum of block i.
-        const __m128 pairs01 = _mm_hadd_ps(folded_squares(x + b), folded_squares(x + b + 8));
-        const __m128 pairs23 = _mm_hadd_ps(folded_squares(x + b + 16), folded_squares(x + b + 24));
-        alignas(16) float sums[4];
-        _mm_store_ps(sums, _mm_hadd_ps(pairs01, pairs23));
-        for (int i = 0; i < 4; i++) ss += sums[i];
+// Sums of eight blocks of 8 squares, in their order.
+inline __m256 block_sums(const float *x) {
+    __m128 half[2];
+    for (int h = 0; h < 2; h++, x += 32) {
+        // (s0 + s1) and (s2 + s3) of four blocks, then their sums.
+        const __m128 pairs01 = _mm_hadd_ps(folded_squares(x), folded_squares(x + 8));
+        const __m128 pairs23 = _mm_hadd_ps(folded_squares(x + 16), folded_squares(x + 24));
+        half[h] = _mm_hadd_ps(pairs01, pairs23);
     }
-    for (; b + 8 <= d; b += 8) {
-        const __m128 s = folded_squares(x + b), pairs = _mm_hadd_ps(s, s);
-        ss += _mm_cvtss_f32(_mm_hadd_ps(pairs, pairs));
+    return _mm256_set_m128(half[1], half[0]);
+}
+
+// The contract's lanes. What fills no vector goes by way of memory.
+struct Lanes {
+    __m256 v[4];  // lanes 8i .. 8i+7
+
+    Lanes() { v[0] = v[1] = v[2] = v[3] = _mm256_setzero_ps(); }
+
+    // Terms `first` .. first+count-1.
+    template <class Term>
+    void add(int first, int count, const Term &term) {
+        if (count == 0) return;
+        alignas(32) float lane[32];
+        for (int i = 0; i < 4; i++) _mm256_store_ps(lane + 8 * i, v[i]);
+        for (int j = first; j < first + count; j++) lane[j % 32] += term(j);
+        for (int i = 0; i < 4; i++) v[i] = _mm256_load_ps(lane + 8 * i);
     }
-    for (; b < d; b++) ss += x[b] * x[b];
-    return ss;
+};
+
+// x: f32[d]. A term to each block of 8, then one to each element of the tail.
+float sum_of_blocks(const float *x, int d) {
+    const int blocks = d / 8, whole = blocks / 32 * 32;
+    Lanes lanes;
+    for (int j = 0; j < whole; j += 32)
+        for (int i = 0; i < 4; i++) lanes.v[i] = _mm256_add_ps(lanes.v[i], block_sums(x + 8 * j + 64 * i));
+    lanes.add(whole, blocks - whole, [&](int j) {
+        const __m128 s = folded_squares(x + 8 * j), pairs = _mm_hadd_ps(s, s);
+        return _mm_cvtss_f32(_mm_hadd_ps(pairs, pairs));
+    });
+    const float *tail = x + 7 * blocks;  // of term j: x[8 * blocks + (j - blocks)]
+    lanes.add(blocks, d % 8, [&](int j) { return tail[j] * tail[j]; });
+    return hsum32(lanes.v);
+}
+
+// x: f32[hd]. A term to each element.
+float sum_of_squares(const float *x, int hd) {
+    const int whole = hd / 32 * 32;
+    Lanes lanes;
+    for (int j = 0; j < whole; j += 32) {
+        for (int i = 0; i < 4; i++) {
+            const __m256 elements = _mm256_loadu_ps(x + j + 8 * i);
+            lanes.v[i] = _mm256_add_ps(lanes.v[i], _mm256_mul_ps(elements, elements));
+        }
+    }
+    lanes.add(whole, hd - whole, [&](int j) { return x[j] * x[j]; });
+    return hsum32(lanes.v);
 }
 
 // x: f32[d] -> out = (x * r) * w; out may be x.
@@ -47,34 +87,18 @@ void rms_norm_avx2(const void *args, ThreadContext &context) {
     context.split(a.M, 1, &begin, &end);
     for (int64_t m = begin; m < end; m++) {
         const float *x = a.x + m * a.d;
-        scale_row(x, inverse_rms(sum_of_squares_by_8(x, a.d), a.d, a.eps), a.w, a.out + m * a.d, a.d);
+        scale_row(x, inverse_rms(sum_of_blocks(x, a.d), a.d, a.eps), a.w, a.out + m * a.d, a.d);
     }
 }
 
 void qk_norm_avx2(const void *args, ThreadContext &context) {
     const auto &a = *static_cast<const QkNormArgs *>(args);
-    constexpr int kHeads = 4;  // chains in flight: one alone waits for every add
     int64_t begin, end;
     context.split(a.M, 1, &begin, &end);
     for (int64_t m = begin; m < end; m++) {
-        for (int h = 0; h < a.heads; h += kHeads) {
+        for (int h = 0; h < a.heads; h++) {
             float *x = a.x + m * a.ld + static_cast<int64_t>(h) * a.hd;
-            const int heads = a.heads - h < kHeads ? a.heads - h : kHeads;
-            // Missing heads repeat the last one; their sums are not used.
-            const float *row[kHeads];
-            for (int j = 0; j < kHeads; j++) row[j] = x + static_cast<int64_t>(j < heads ? j : heads - 1) * a.hd;
-            float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-            for (int i = 0; i < a.hd; i++) {
-                s0 += row[0][i] * row[0][i];
-                s1 += row[1][i] * row[1][i];
-                s2 += row[2][i] * row[2][i];
-                s3 += row[3][i] * row[3][i];
-            }
-            const float ss[kHeads] = {s0, s1, s2, s3};
-            for (int j = 0; j < heads; j++) {
-                float *head = x + static_cast<int64_t>(j) * a.hd;
-                scale_row(head, inverse_rms(ss[j], a.hd, a.eps), a.w, head, a.hd);
-            }
+            scale_row(x, inverse_rms(sum_of_squares(x, a.hd), a.hd, a.eps), a.w, x, a.hd);
         }
     }
 }
