@@ -278,10 +278,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
             for (int n = 0; n < N; n++) ss += x0[n] * x0[n] + x1[n] * x1[n];
             ss = warp_sum_f32(ss);
 #else
-            const int padded = (hd + 63) / 64 * 64;  // +0 changes no sum of squares
-            float *const squares = sh.squares + row * (padded + 4);
-#pragma unroll 1
-            for (int i = hd + lane; i < padded; i += 32) squares[i] = 0.0f;
+            float *const squares = sh.squares + row * ((hd + 63) / 64 * 64 + 4);
             if (has) {
                 float s0[N], s1[N];
 #pragma unroll
@@ -290,7 +287,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
                 put(squares + e + half, s1);
             }
             __syncwarp();
-            ss = padded_sum(squares, padded);  // every lane: the reads are broadcasts
+            ss = sum_in_lanes<2 * N>(squares, hd);
 #endif
             const float r = inverse_sqrt(mean_of(ss, hd, inverse_hd) + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll

@@ -49,23 +49,22 @@ DEVICE float warp_sum_f32(float v) {
     return v;
 }
 
-// The same of n floats, n a multiple of 64: the shape that costs the least beside the additions.
-DEVICE float padded_sum(const float *terms, int n) {
+// The sum of n squares, or of sums of them, in shared memory in the contract's 32 lanes (sections 0 and 4), by a warp; every
+// lane gets it. The terms of a lane, BATCH at a time, are on their way together; +0 in the place of those past the end changes
+// no bit of a sum of what is not negative.
+template <int BATCH = 8> DEVICE float sum_in_lanes(const float *terms, int n) {
+    const float *const mine = terms + lane_id();
+    const int end = n - lane_id();
     float sum = 0.0f;
-    float4 even[4], odd[4];
-    load_sixteen(terms, even);
 #pragma unroll 1
-    for (int i = 0; i < n; i += 64) {
-        load_sixteen(terms + i + 16, odd);
-        sum = add_sixteen(even, sum);
-        load_sixteen(terms + i + 32, even);
-        sum = add_sixteen(odd, sum);
-        load_sixteen(terms + i + 48, odd);
-        sum = add_sixteen(even, sum);
-        load_sixteen(terms + (i + 64 < n ? i + 64 : 0), even);  // at the end for nothing
-        sum = add_sixteen(odd, sum);
+    for (int i = 0; i < n; i += 32 * BATCH) {
+        float t[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) t[j] = i + 32 * j < end ? mine[i + 32 * j] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) sum += t[j];
     }
-    return sum;
+    return warp_hsum32(sum);
 }
 
 // a / b, rounded as a division rounds, by the rounded 1 / b: the rest of a first quotient corrects it. Without over- and
@@ -79,19 +78,23 @@ DEVICE float quotient(float a, float b, float inverse) {
 // ss / d of a sum of squares, by the rounded 1 / d. Neither the rest nor the quotient underflows above 2^-60; an infinity has no
 // rest.
 DEVICE float mean_of(float ss, int d, float inverse) {
+#if KESTREL_FAST
+    (void)d;
+    return ss * inverse;
+#else
     float mean = quotient(ss, (float)d, inverse);
     if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)d;
     return mean;
+#endif
 }
 
-// Floats that a chain of block sums, and of the squares behind them, takes: zeros behind them change no bit of a sum of
-// what is not negative.
-DEVICE int norm_terms(int d) { return (d / 8 + d % 8 + 63) / 64 * 64; }
+// Floats that the terms of a row's norm take.
+DEVICE int norm_terms(int d) { return (d / 8 + d % 8 + 3) / 4 * 4; }
 
 // Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32
 // where a8 is wanted.
 struct NormShared {
-    float *terms;    // f32[norm_terms(d) + 4]: block sums, then the tail's squares, zeros, 1 / d
+    float *terms;    // f32[norm_terms(d) + 4]: block sums, then the tail's squares; 1 / d at norm_terms(d)
     float *x;        // f32[d rounded up to 4]: the normalised row
     int *gsum;       // i32[d/32 rounded up to 4]
     float *d;        // f32[d/32 rounded up to 4]
@@ -169,9 +172,8 @@ template <int C> struct NormRow {
 };
 
 // Asks for the norm's weights, lets the next kernel begin, waits for the one that makes x, asks for x, and returns r to
-// every thread; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in shared memory. The
-// chain of block sums is walked by every warp for itself, in one lane: that is as fast as by one warp, and saves a barrier
-// behind it.
+// every thread that has a part of the row; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in
+// shared memory. Every warp sums the terms for itself: that is as fast as by one warp, and saves a barrier behind it.
 template <int C>
 DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
@@ -183,14 +185,8 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
         at[c] = x + 8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0);
         settle(at[c]);
     }
-#if KESTREL_FAST
-    float sum = 0.0f;
-#else
-    const int padded = norm_terms(d);
-    if (threadIdx.x == 0) terms[padded] = 1.0f / (float)d;
-#pragma unroll 1
-    for (int i = blocks + tail + (int)threadIdx.x; i < padded; i += blockDim.x) terms[i] = 0.0f;
-#endif
+    float *const inverse = terms + norm_terms(d);
+    if (threadIdx.x == 0) *inverse = 1.0f / (float)d;
     start_next();
     wait_for_previous(at[0]);
 #pragma unroll 1
@@ -205,34 +201,17 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
             float square[8];
 #pragma unroll
             for (int k = 0; k < 8; k++) square[k] = row.x[c][k] * row.x[c][k];
-#if KESTREL_FAST
-            if (row.eight(span, c) < blocks) sum += hsum8(square);
-#else
             if (row.eight(span, c) < blocks) terms[row.eight(span, c)] = hsum8(square);
-#endif
         }
     }
     for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
         const float v = load_l2(x + 8 * blocks + i);
-#if KESTREL_FAST
-        sum += v * v;
-#else
         terms[blocks + i] = v * v;
-#endif
     }
-#if KESTREL_FAST
-    sum = warp_sum_f32(sum);
-    if (lane_id() == 0) terms[warp_id()] = sum;
     __syncthreads();
-    float ss = 0.0f;
-    for (int i = 0; i < warp_count(); i++) ss += terms[i];
-    return inverse_sqrt(ss / (float)d + eps);
-#else
-    __syncthreads();
-    float r = 0.0f;
-    if (lane_id() == 0) r = inverse_sqrt(mean_of(padded_sum(terms, padded), d, terms[padded]) + eps);
-    return __shfl_sync(FULL_WARP, r, 0);
-#endif
+    // The first warp has the tail; the others leave shared memory to those that have a block.
+    if (warp_id() > 0 && 32 * warp_id() >= blocks) return 0.0f;
+    return inverse_sqrt(mean_of(sum_in_lanes(terms, blocks + tail), d, *inverse) + eps);
 }
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.

@@ -1,5 +1,6 @@
 // One weight row times MT input rows in the contract's order (section 3), by eight threads: thread l owns lane l,
-// that is groups l, l+8, l+16, ... (bf16: elements l, l+8, ...), so every chain of the contract is one thread's own.
+// that is groups l, l+8, l+16, ... (bf16: lanes l, l+8, l+16 and l+24 of elements), so every chain of the contract is one
+// thread's own.
 // Eight neighbouring threads read 128 contiguous bytes of codes at a time, and each keeps several loads in flight.
 #pragma once
 
@@ -99,9 +100,13 @@ DEVICE void row_q8local(const unsigned char *codes, const unsigned short *scale,
     }
 }
 
-// w: bf16[K].
+// w: bf16[K]. Leaves in acc the folded lanes, of which hsum8 makes hsum32.
 template <int MT, int UNROLL>
 DEVICE void row_bf16(const unsigned short *w, int length, const InputRows<MT> &in, int lane, float *acc) {
+    static_assert(UNROLL % 4 == 0, "element u of a turn belongs to the thread's lane u mod 4");
+    float lanes[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) lanes[m][0] = lanes[m][1] = lanes[m][2] = lanes[m][3] = 0.0f;
     for (int k0 = lane; k0 < length; k0 += 8 * UNROLL) {
         unsigned short b[UNROLL];
 #pragma unroll
@@ -112,13 +117,15 @@ DEVICE void row_bf16(const unsigned short *w, int length, const InputRows<MT> &i
             const int k = k0 + 8 * u;
             if (k < length) {
 #pragma unroll
-                for (int m = 0; m < MT; m++) acc[m] = fma_f32(bf16_to_f32(b[u]), in.x[m][k], acc[m]);
+                for (int m = 0; m < MT; m++) lanes[m][u % 4] = fma_f32(bf16_to_f32(b[u]), in.x[m][k], lanes[m][u % 4]);
             }
         }
     }
+#pragma unroll
+    for (int m = 0; m < MT; m++) acc[m] = fold_lanes(lanes[m][0], lanes[m][1], lanes[m][2], lanes[m][3]);
 }
 
-// acc[m] of lane `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before). DEEP keeps more
+// acc[m] of thread `lane` for row `n` of matrix `w` (row 0 is w's own first; experts add e * n before), from +0. DEEP keeps more
 // loads in flight for more registers.
 template <int MT, bool DEEP = true>
 DEVICE void weight_row(const Weight &w, long long n, const InputRows<MT> &in, int lane, float *acc) {

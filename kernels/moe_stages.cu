@@ -8,94 +8,88 @@
 
 // ---- norm, router logits ----
 
-// One bf16 row of the router into shared memory, by a warp. Exact form: lane l's weights l, l + 8, ... as neighbours, so
-// that its chain reads eight of them at a time; tile: bf16[8][8 * pitch].
-DEVICE void stage_router_row(const Weight &w, int row, uint4 *tile, int pitch) {
-    const uint4 *const source = (const uint4 *)((const unsigned short *)w.codes + (long long)row * w.k);
-    const int steps = w.k / 8;  // of 16 bytes: a weight for each lane
-#if KESTREL_FAST
-    for (int i = lane_id(); i < steps; i += 32) tile[i] = load_once(source + i);
-    (void)pitch;
-#else
-    // A thread transposes eight steps times eight lanes.
-    for (int unit = lane_id(); 8 * unit < steps; unit += 32) {
-        uint4 in[8];
+#define ROUTER_ROWS 4  // of a block, at most; kestrel/stages/moe.py knows, too
+
+// Shared memory of the router's stage for rows of k elements (k a multiple of 32), in units of 256 elements;
+// kestrel/stages/moe.py computes the same size. A lane of a warp is a lane of the contract: of unit u lane l's weights
+// l + 32 * j, j = 0..7, lie together in 16 bytes.
+struct RouterShared {
+    int units;     // of a row
+    uint4 *tile;   // bf16[rows][units][32][8]
+    float *x;      // f32[256 * units]: the normalised row
+    float *terms;  // of norm_scale
+
+    DEVICE_MEMBER RouterShared(unsigned char *base, int k, int rows) {
+        units = (k + 255) / 256;
+        tile = (uint4 *)base;
+        x = (float *)(tile + rows * units * 32);
+        terms = x + 256 * units;
+    }
+};
+
+// `rows` bf16 rows of the router from `first` on into shared memory, by the whole block; there behind a barrier.
+DEVICE void stage_router_rows(const Weight &w, int first, int rows, const RouterShared &sh) {
+    const unsigned short *const source = (const unsigned short *)w.codes + (long long)first * w.k;
+#pragma unroll 1
+    for (int t = threadIdx.x; t < w.k / 8; t += blockDim.x) {
+        uint4 eight[ROUTER_ROWS] = {};  // elements 8 * t .. 8 * t + 7 of each row: on their way together
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            in[j] = 8 * unit + j < steps ? load_once(source + 8 * unit + j) : make_uint4(0, 0, 0, 0);
+        for (int r = 0; r < ROUTER_ROWS; r++)
+            if (r < rows) eight[r] = load_once(source + (long long)r * w.k + 8 * t);
+        // They are of lanes 8 * (t % 4) and on, of which each has its own 16 bytes.
+        unsigned short *const at = (unsigned short *)(sh.tile + t / 32 * 32 + t % 4 * 8) + t / 4 % 8;
 #pragma unroll
-        for (int l = 0; l < 8; l += 2) {
-            unsigned word[8];  // lanes l and l + 1 of each step
+        for (int r = 0; r < ROUTER_ROWS; r++) {
+            if (r >= rows) continue;
+            const unsigned word[4] = {eight[r].x, eight[r].y, eight[r].z, eight[r].w};
 #pragma unroll
-            for (int j = 0; j < 8; j++) word[j] = l == 0 ? in[j].x : l == 2 ? in[j].y : l == 4 ? in[j].z : in[j].w;
-            tile[l * pitch + unit] =
-                make_uint4(__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410),
-                           __byte_perm(word[4], word[5], 0x5410), __byte_perm(word[6], word[7], 0x5410));
-            tile[(l + 1) * pitch + unit] =
-                make_uint4(__byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632),
-                           __byte_perm(word[4], word[5], 0x7632), __byte_perm(word[6], word[7], 0x7632));
+            for (int i = 0; i < 8; i++)
+                at[r * sh.units * 256 + 8 * i] = (unsigned short)(i % 2 == 0 ? word[i / 2] & 0xffffu : word[i / 2] >> 16);
         }
     }
-#endif
 }
 
-DEVICE float two_steps(unsigned weights, float x0, float x1, float acc) {
-    acc = fma_f32(f32_from_bits(weights << 16), x0, acc);
-    return fma_f32(f32_from_bits(weights & 0xffff0000u), x1, acc);
-}
+// A lane's part of a unit, on its way to registers.
+struct RouterUnit {
+    uint4 w;
+    float x[8];
 
-// Floats of a lane's elements l, l + 8, ... of a row in shared memory: read by 16 bytes, no two lanes meet in a bank.
-DEVICE int lane_pitch(int d) { return ((d / 8 + 3) / 4 | 1) * 4; }
+    DEVICE_MEMBER void load(const uint4 *tile, const float *row, int unit) {
+        w = tile[32 * unit + lane_id()];
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = row[256 * unit + 32 * j + lane_id()];
+    }
+};
 
-// Logits of up to four rows, first row `first`, from the tile. x: f32[k] (fast), or f32[8, lane_pitch(k)], a lane's elements
-// side by side.
-DEVICE void router_logits(const MatmulArgs &mm, int first, int rows, const uint4 *tile, int pitch, const float *x) {
-    const int k = mm.w[0].k;
-#if KESTREL_FAST
-    for (int r = warp_id(); r < rows; r += warp_count()) {
-        const uint4 *const w = tile + r * 8 * pitch;
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int i = lane_id(); i < k / 8; i += 32) {
-            const uint4 c = w[i];
-            const float4 lo = *(const float4 *)(x + 8 * i), hi = *(const float4 *)(x + 8 * i + 4);
-            sum += f32_from_bits(c.x << 16) * lo.x + f32_from_bits(c.x & 0xffff0000u) * lo.y;
-            sum += f32_from_bits(c.y << 16) * lo.z + f32_from_bits(c.y & 0xffff0000u) * lo.w;
-            sum += f32_from_bits(c.z << 16) * hi.x + f32_from_bits(c.z & 0xffff0000u) * hi.y;
-            sum += f32_from_bits(c.w << 16) * hi.z + f32_from_bits(c.w & 0xffff0000u) * hi.w;
+// The fast form has four chains in the place of one.
+#define ROUTER_CHAINS (KESTREL_FAST ? 4 : 1)
+
+// The logit of one row, by a warp; every lane gets it. tile: the row's. One fma waits for the one before it: the next unit is
+// asked for ahead of this one's chain.
+DEVICE float router_logit(const uint4 *tile, const float *x, int k) {
+    float acc[ROUTER_CHAINS] = {};
+    auto add = [&](const RouterUnit &unit, int elements) {
+        const unsigned word[4] = {unit.w.x, unit.w.y, unit.w.z, unit.w.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float weight = f32_from_bits(j % 2 == 0 ? word[j / 2] << 16 : word[j / 2] & 0xffff0000u);
+            float &sum = acc[j % ROUTER_CHAINS];
+            if (32 * j < elements) sum = fma_f32(weight, unit.x[j], sum);
         }
-        sum = warp_sum_f32(sum);
-        if (lane_id() == 0) mm.y[first + r] = sum;
+    };
+    const int whole = k / 256, last = (k + 255) / 256 - 1;
+    RouterUnit next;
+    next.load(tile, x, 0);
+#pragma unroll 2
+    for (int unit = 0; unit < whole; unit++) {
+        const RouterUnit now = next;
+        next.load(tile, x, unit < last ? unit + 1 : last);  // at the end for nothing
+        add(now, 256);
     }
-#else
-    if (warp_id() != 0) return;
-    const int slot = lane_id() / 8, l = lane_id() % 8;
-    const uint4 *const w = tile + ((slot < rows ? slot : 0) * 8 + l) * pitch;
-    const float4 *const terms = (const float4 *)(x + l * lane_pitch(k));
-    float acc = 0.0f;
-    // One fma waits for the one before it: the next eight terms are asked for ahead of these. k is a multiple of 32.
-    const int last = k >= 64 ? k / 64 - 1 : 0;
-    uint4 c = w[0];
-    float4 lo = terms[0], hi = k >= 64 ? terms[1] : lo;
-#pragma unroll 4
-    for (int unit = 0; unit < k / 64; unit++) {
-        const int next = unit < last ? unit + 1 : last;
-        const uint4 next_c = w[next];
-        const float4 next_lo = terms[2 * next], next_hi = terms[2 * next + 1];
-        acc = two_steps(c.x, lo.x, lo.y, acc);
-        acc = two_steps(c.y, lo.z, lo.w, acc);
-        acc = two_steps(c.z, hi.x, hi.y, acc);
-        acc = two_steps(c.w, hi.z, hi.w, acc);
-        c = next_c, lo = next_lo, hi = next_hi;
-    }
-    if (k % 64 != 0) {
-        c = w[k / 64], lo = terms[k / 32 - 1];
-        acc = two_steps(c.x, lo.x, lo.y, acc);
-        acc = two_steps(c.y, lo.z, lo.w, acc);
-    }
-    const float y = group_hsum8(acc);
-    if (slot < rows && l == 0) mm.y[first + slot] = y;
-#endif
+    if (whole <= last) add(next, k - 256 * whole);
+#pragma unroll
+    for (int i = 1; i < ROUTER_CHAINS; i++) acc[0] += acc[i];
+    return warp_hsum32(acc[0]);
 }
 
 // A part of the norm and of its a8 to global memory, by a warp, from the row in shared memory.
@@ -120,17 +114,23 @@ DEVICE void warp_store_part(const RmsNormArgs &norm, const QuantizeA8Args &a8, c
     }
 }
 
-// Every block norms the row for itself and makes the logits of `a.rows` experts, its weights staged ahead of the wait.
+// store_eight, halves in turn: of a warp's eights in shared memory no two lanes meet in a bank.
+DEVICE void store_eight_apart(float *p, const float *v) {
+    const bool swap = lane_id() & 4;
+    const float4 lo = make_float4(v[0], v[1], v[2], v[3]), hi = make_float4(v[4], v[5], v[6], v[7]);
+    ((float4 *)p)[swap] = swap ? hi : lo;
+    ((float4 *)p)[!swap] = swap ? lo : hi;
+}
+
+// Every block norms the row for itself and makes the logits of `a.rows` experts, a warp to an expert, its weights staged ahead
+// of the wait.
 DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
-    const int pitch = (w.k / 8 + 7) / 8 | 1;  // of a lane, in 16 bytes: odd, so that no two lanes meet in a bank
-    uint4 *const tile = (uint4 *)shared;      // [rows][8][pitch]
-    float *const by_lane = (float *)(tile + a.rows * 8 * pitch);  // f32[8, lane_pitch(d)]
-    const NormShared sh = norm_shared((unsigned char *)(by_lane + 8 * lane_pitch(a.norm.d)), a.norm.d);
+    const RouterShared sh(shared, w.k, a.rows);
+    const int stride = a.rows * blocks;
+    int first = a.rows * block, rows = w.n - first < a.rows ? w.n - first : a.rows;
     if (32 * (int)threadIdx.x < a.norm.d) prefetch_l2(a.norm.w + 32 * threadIdx.x);
-    int first = a.rows * block;
-    for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
-        stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
+    stage_router_rows(w, first, rows, sh);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
     NormRow<1> row;
     const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
@@ -140,30 +140,27 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
             row.load_row(a.norm.x, span, d / 8, true);
             row.load_weights(a.norm.w, span, d / 8, true);
         }
-        const int eight = row.eight(span, 0);
         float out[8];
         row.result(0, r, out);
-        if (eight >= d / 8) continue;
-        store_eight(sh.x + 8 * eight, out);
-#if !KESTREL_FAST
-#pragma unroll
-        for (int l = 0; l < 8; l++) by_lane[l * lane_pitch(d) + eight] = out[l];
-#endif
+        if (row.eight(span, 0) < d / 8) store_eight_apart(sh.x + 8 * row.eight(span, 0), out);
     }
     __syncthreads();
     if (warp_id() == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, norm_part(a.norm.d, block, blocks));
-    while (first < w.n) {
-        router_logits(a.mm, first, w.n - first < a.rows ? w.n - first : a.rows, tile, pitch, KESTREL_FAST ? sh.x : by_lane);
-        first += a.rows * blocks;
+    while (true) {
+        for (int i = warp_id(); i < rows; i += warp_count()) {
+            const float logit = router_logit(sh.tile + i * sh.units * 32, sh.x, w.k);
+            if (lane_id() == 0) a.mm.y[first + i] = logit;
+        }
+        first += stride;
         if (first >= w.n) break;
+        rows = w.n - first < a.rows ? w.n - first : a.rows;
         __syncthreads();
-        for (int r = warp_id(); r < a.rows && first + r < w.n; r += warp_count())
-            stage_router_row(w, first + r, tile + r * 8 * pitch, pitch);
+        stage_router_rows(w, first, rows, sh);
         __syncthreads();
     }
 }
 
-// Dynamic shared: bf16[rows, 8, 8 * pitch], f32[8, lane_pitch(d)], NormShared.
+// Dynamic shared: RouterShared, its terms f32[norm_terms(d) + 4].
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
     DYNAMIC_SHARED(shared);
     norm_router(a, blockIdx.x, gridDim.x, shared);

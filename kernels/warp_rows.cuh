@@ -84,6 +84,7 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
     static_assert(U >= 2 && R <= 8, "q8local halves U; lanes 0..7 hold the results");
     static const int ROWS = R;
     static const int TURNS = (R + 3) / 4;     // bf16: rows of a slot
+    static const int SUMS = 4 * TURNS;        // running sums of a thread: one to a row, or of bf16 four to a row of its slot
     static const int BLOCKS = R * U / TURNS;  // bf16: blocks of 64 elements of a row in a piece
     static const int HALF = U / 2;            // q8local: steps of a slot in a piece
     static const bool EARLY = R * U <= 10;    // registers suffice to ask for the next piece ahead of this one's chain
@@ -176,12 +177,12 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
         return x8;
     }
 
-    // acc: f32[R], +0 before the first piece. in: the a8 row; x: f32[K] for bf16. All lanes call it; `refill` asks for
+    // acc: f32[SUMS], +0 before the first piece. in: the a8 row; x: f32[K] for bf16. All lanes call it; `refill` asks for
     // the next piece.
     template <class Refill>
     DEVICE_MEMBER void use(const Weight &w, const A8Row &in, const float *x, float *acc, const Refill &refill) {
         const int lane = lane_id(), slot = lane / 8;
-        if (format(w) == KESTREL_BF16) {  // acc[t] of lane l of a slot: lane l of row slot + 4 * t
+        if (format(w) == KESTREL_BF16) {  // acc[4 * t + i] of thread l of a slot: lane l + 8 * i of row slot + 4 * t
 #pragma unroll
             for (int t = 0; t < TURNS; t++) {
 #pragma unroll
@@ -191,7 +192,8 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
                         const int k = first + 64 * b + 8 * j;
-                        if (k < w.k) acc[t] = fma_f32(terms[j], x[k], acc[t]);
+                        float &sum = acc[4 * t + j % 4];
+                        if (k < w.k) sum = fma_f32(terms[j], x[k], sum);
                     }
                 }
             }
@@ -248,11 +250,14 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
     // y: f32[R] of the rows, valid in lanes 0..7; acc goes back to +0.
     DEVICE_MEMBER void sums(const Weight &w, float *acc, float *y) {
         float sum[R];
+        if (format(w) == KESTREL_BF16) {
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            sum[r] = group_hsum8(acc[r]);
-            acc[r] = 0.0f;
+            for (int t = 0; t < TURNS; t++) acc[t] = fold_lanes(acc[4 * t], acc[4 * t + 1], acc[4 * t + 2], acc[4 * t + 3]);
         }
+#pragma unroll
+        for (int r = 0; r < R; r++) sum[r] = group_hsum8(acc[r]);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) acc[i] = 0.0f;
 #pragma unroll
         for (int r = 0; r < R; r++)
             y[r] = format(w) == KESTREL_BF16 ? __shfl_sync(FULL_WARP, sum[r / 4], 8 * (r % 4)) : sum[r];
@@ -283,9 +288,9 @@ template <int U, int R, int FORMAT = ANY_FORMAT> struct WarpRows {
     }
 
     DEVICE_MEMBER void finish(const Weight &w, long long n, int rows, const A8Row &in, const float *x, float *y) {
-        float acc[R];
+        float acc[SUMS];
 #pragma unroll
-        for (int r = 0; r < R; r++) acc[r] = 0.0f;
+        for (int i = 0; i < SUMS; i++) acc[i] = 0.0f;
         const int all = pieces(w);
         for (int piece = 0; piece < all; piece++) {
             use(w, in, x, acc, [&] {
@@ -364,9 +369,9 @@ template <class Rows> struct WarpUnits {
     DEVICE_MEMBER bool any() const { return unit < units; }
 
     template <class Out> DEVICE_MEMBER void finish(const MatmulArgs &mm, const A8Row &in, const float *x, Out &out) {
-        float acc[Rows::ROWS];
+        float acc[Rows::SUMS];
 #pragma unroll
-        for (int r = 0; r < Rows::ROWS; r++) acc[r] = 0.0f;
+        for (int i = 0; i < Rows::SUMS; i++) acc[i] = 0.0f;
         while (any()) {
             const RowUnit now = at;
             bool last = false;

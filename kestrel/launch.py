@@ -208,8 +208,8 @@ def norm_shared_bytes(d: int) -> int:
 
 
 def norm_terms(d: int) -> int:
-    """Terms of a norm's chain, with the zeros behind them."""
-    return _round_up(d // 8 + d % 8, 64)
+    """Floats that the terms of a norm take."""
+    return _round_up(d // 8 + d % 8, 4)
 
 
 def stream_piece_bytes(rows: int, steps: int, codes: int = 16) -> int:
@@ -309,7 +309,7 @@ def _qk_norm(a: Any, t: Tuning) -> list[Launch]:
     check_head_dim(a.hd)
     heads = t.qk_norm_heads
     blocks = _ceil(a.M * a.heads, heads)
-    return [Launch("k_qk_norm_cpu", (blocks, 1, 1), (32, heads, 1), 4 * heads * (a.hd + 4), a)]
+    return [Launch("k_qk_norm_cpu", (blocks, 1, 1), (32, heads, 1), 0, a)]
 
 
 def _rope(a: Any, t: Tuning) -> list[Launch]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kestrel.launch import STATIC_SHARED, Launch, Tuning, norm_shared_bytes, router_shared_bytes
+from kestrel.launch import STATIC_SHARED, Launch, Tuning, norm_terms, router_shared_bytes
 from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
 from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of the any forms of gate and up: four rows of each matrix
 EXPERT_WARPS = 16  # of a block of k_moe_gate_up, at most
-ROUTER_ROWS = 4  # of a block: the slots of a warp
+ROUTER_ROWS = 4  # of a block, at most; as in kernels/moe_stages.cu
 
 
 def _round_up(a: int, b: int) -> int:
@@ -23,6 +23,11 @@ def _q4local(mm: Any) -> bool:
     return all(mm.w[i].wtype == WType.q4local for i in range(mm.n_w))
 
 
+def _router_shared_bytes(d: int, rows: int) -> int:
+    """Dynamic shared memory of ``k_norm_router`` (``RouterShared``)."""
+    return 512 * rows * ceil(d, 256) + 4 * (_round_up(d, 256) + norm_terms(d) + 4)
+
+
 def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     """rms_norm, router, a8."""
     norm, mm, a8 = (op.args for op in ops)
@@ -30,10 +35,8 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     fits = mm.n_w == 1 and weight.wtype == WType.bf16 and mm.x == norm.out
     if norm.M != 1 or not fits or a8.x != norm.out or a8.M != 1 or norm.d != a8.K or norm.d % 32:
         return None
-    rows = min(t.router_rows, ROUTER_ROWS)
-    pitch = ceil(weight.k, 64) | 1
-    by_lane = 32 * 4 * (ceil(norm.d, 32) | 1)
-    shared = 16 * rows * 8 * pitch + by_lane + norm_shared_bytes(norm.d)
+    rows = min(ceil(weight.n, t.sms), t.router_rows, ROUTER_ROWS)
+    shared = _router_shared_bytes(norm.d, rows)
     if shared > t.shared_limit - STATIC_SHARED:
         return None
     args = NormRouterArgs(norm, a8, mm, rows=rows)

@@ -108,7 +108,8 @@ def check_constants(text: str) -> None:
         ("12", f"`h = {contract.FNV_OFFSET}`", f"* {contract.FNV_PRIME} "),
         ("7", f"chunks of **{contract.ATTENTION_CHUNK}**"),
         ("2", "below 2^-100", f"groups of {contract.GROUP} "),
-        ("3", f"g mod {contract.LANES}", f"k mod {contract.LANES}"),
+        ("3", f"g mod {contract.LANES}", f"k mod {contract.SUM_LANES}"),
+        ("4", f"j mod {contract.SUM_LANES}", f"i mod {contract.SUM_LANES}"),
         ("0", f"canonical NaN is 0x{contract.NAN_BITS:08x}"),
     ):
         for form in forms:
@@ -190,10 +191,10 @@ def test_constants_in_code() -> None:
 @pytest.mark.parametrize(
     ("check", "old", "new"),
     [
-        (check_versions, "Contract version: **1**", "Contract version: **2**"),
-        (check_versions, "## 7. Attention\n\nVersion 1", "## 7. Attention\n\nVersion 2"),
+        (check_versions, "Contract version: **2**", "Contract version: **3**"),
+        (check_versions, "## 7. Attention\n\nVersion 2", "## 7. Attention\n\nVersion 1"),
         (check_versions, "## 8. Router\n\nVersion 1\n", "## 8. Router\n"),
-        (check_versions, "| norms | 1 |", "| norms | 3 |"),
+        (check_versions, "| norms | 2 |", "| norms | 3 |"),
         (check_versions, "## 13. Modes", "## 14. Modes"),
         (check_ops, "| `k_swiglu` |", "| `k_silu` |"),
         (check_ops, "| `rope` | `k_rope` |", "| `rotary` | `k_rope` |"),
@@ -203,6 +204,8 @@ def test_constants_in_code() -> None:
         (check_constants, "h = 1469598103934665603", "h = 14695981039346656037"),
         (check_constants, "chunks of **256**", "chunks of **128**"),
         (check_constants, "a < 0x0d800000", "a < 0x0d000000"),
+        (check_constants, "lane `l = k mod 32`", "lane `l = k mod 8`"),
+        (check_constants, "Lane `l = j mod 32`", "Lane `l = j mod 8`"),
         (check_fields, "| `kraw` | f32", "| `kraw`+ | f32"),
         (check_fields, "| `ks` | f32 `[nkv]` |", "| `ks` | f32 `[nkv, hd]` |"),
         (check_fields, "| `vs` | f32", "| `vs` | i8"),

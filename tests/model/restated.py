@@ -16,19 +16,19 @@ from kestrel.ops import WType
 from kestrel.rope import attention_factor, inv_freq
 from kestrel.weights import QuantTensor, Weights
 from tests.ops import reference as ops
-from tests.support.f32 import F32, fma, hsum8
+from tests.support.f32 import F32, fma, hsum8, hsum32
 from tests.support.forward import Run
 
 
 def matmul(w: QuantTensor, x: F32, expert: int | None = None) -> F32:
     """x: f32[M, K] -> f32[M, N], section 3."""
     codes = w.codes if expert is None else w.codes[expert]
-    lanes = np.zeros((len(x), w.n, 8), np.float32)
+    lanes = np.zeros((len(x), w.n, 32 if w.wtype == WType.bf16 else 8), np.float32)
     if w.wtype == WType.bf16:
         values = (codes.astype(np.uint32) << 16).view(np.float32)
         for k in range(w.k):
-            lanes[..., k % 8] = fma(values[None, :, k], x[:, k, None], lanes[..., k % 8])
-        return np.asarray(hsum8(lanes))
+            lanes[..., k % 32] = fma(values[None, :, k], x[:, k, None], lanes[..., k % 32])
+        return np.asarray(hsum32(lanes))
     assert w.scale is not None
     scale = (w.scale if expert is None else w.scale[expert]).view(np.float16).astype(np.float32)
     if w.wtype == WType.q4local:

@@ -14,7 +14,7 @@ from kestrel import _native
 from kestrel.ops import WType
 from kestrel.weights import QuantTensor
 from tests.ops.forms import FORMS
-from tests.support.f32 import F32, fma, hsum8
+from tests.support.f32 import F32, fma, hsum8, hsum32
 
 Array = npt.NDArray[Any]
 
@@ -95,13 +95,13 @@ def dots(w: QuantTensor, xq: Array) -> Array:
 def product(w: QuantTensor, data: Input) -> F32:
     """f32[M, N]."""
     rows = len(data.x)
-    lanes = np.zeros((rows, w.n, 8), np.float32)
+    lanes = np.zeros((rows, w.n, 32 if w.wtype == WType.bf16 else 8), np.float32)
     with np.errstate(all="ignore"):
         if w.wtype == WType.bf16:
             values = (w.codes.astype(np.uint32) << 16).view(np.float32)
             for k in range(w.k):
-                lanes[..., k % 8] = fma(values[:, k], data.x[:, k, None], lanes[..., k % 8])
-            return hsum8(lanes)  # type: ignore[no-any-return]
+                lanes[..., k % 32] = fma(values[:, k], data.x[:, k, None], lanes[..., k % 32])
+            return hsum32(lanes)  # type: ignore[no-any-return]
         assert w.scale is not None
         scale = w.scale.view(np.float16).astype(np.float32)
         dot = dots(w, data.xq).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kestrel import ucrt
 from kestrel.ops import WType
-from tests.support.f32 import F32, fma, hsum8
+from tests.support.f32 import F32, fma, hsum8, hsum32
 
 I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
@@ -30,6 +30,14 @@ def embed(wtype: WType, codes: Any, scale: Any, ids: I32) -> F32:
     return (s * codes.astype(np.float32)).reshape(len(ids), -1)
 
 
+def _sum_in_lanes(terms: F32) -> F32:
+    """terms: f32[..., n]; term j belongs to lane j mod 32."""
+    lanes = np.zeros((*terms.shape[:-1], 32), np.float32)
+    for j in range(terms.shape[-1]):
+        lanes[..., j % 32] += terms[..., j]
+    return hsum32(lanes)  # type: ignore[no-any-return]
+
+
 def _inverse_rms(ss: F32, d: int, eps: float) -> F32:
     return ONE / np.sqrt(ss / np.float32(d) + np.float32(eps))
 
@@ -37,20 +45,14 @@ def _inverse_rms(ss: F32, d: int, eps: float) -> F32:
 def rms_norm(x: F32, w: F32, eps: float) -> F32:
     M, d = x.shape
     squares = x * x
-    ss = np.zeros(M, np.float32)
-    for b in range(0, d // 8 * 8, 8):
-        ss = ss + hsum8(squares[:, b : b + 8])
-    for i in range(d // 8 * 8, d):
-        ss = ss + squares[:, i]
+    blocks = hsum8(squares[:, : d // 8 * 8].reshape(M, -1, 8))
+    ss = _sum_in_lanes(np.concatenate([blocks, squares[:, d // 8 * 8 :]], axis=1))
     return (x * _inverse_rms(ss, d, eps)[:, None]) * w
 
 
 def qk_norm(x: F32, w: F32, eps: float) -> F32:
     """x: f32[..., hd]."""
-    ss = np.zeros(x.shape[:-1], np.float32)
-    for i in range(x.shape[-1]):
-        ss = ss + x[..., i] * x[..., i]
-    return (x * _inverse_rms(ss, x.shape[-1], eps)[..., None]) * w
+    return (x * _inverse_rms(_sum_in_lanes(x * x), x.shape[-1], eps)[..., None]) * w
 
 
 def quantise(x: F32) -> tuple[I8, F32]:
