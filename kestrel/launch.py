@@ -76,7 +76,7 @@ class Tuning:
     streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
     ring_bytes: int = 96 << 10  # of a block for such rows on their way
     head_blocks: int = 2  # of the head, on a multiprocessor
-    router_rows: int = 4  # of a block, at most 4
+    router_rows: int = 1  # of a block, at most 4; more where there are more rows than multiprocessors
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
     expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor

@@ -35,7 +35,7 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
     fits = mm.n_w == 1 and weight.wtype == WType.bf16 and mm.x == norm.out
     if norm.M != 1 or not fits or a8.x != norm.out or a8.M != 1 or norm.d != a8.K or norm.d % 32:
         return None
-    rows = min(ceil(weight.n, t.sms), t.router_rows, ROUTER_ROWS)
+    rows = min(max(ceil(weight.n, t.sms), t.router_rows), ROUTER_ROWS)
     shared = _router_shared_bytes(norm.d, rows)
     if shared > t.shared_limit - STATIC_SHARED:
         return None

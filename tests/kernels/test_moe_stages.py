@@ -248,6 +248,7 @@ def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
         Tuning(down_warps=8, down_rows=64, sms=2),
         Tuning(down_warps=1, down_rows=32, sms=1),
         Tuning(router_rows=2, stage_warps=3),
+        Tuning(router_rows=3, stage_warps=2),
         Tuning(shared_limit=12_000, sms=1),
         Tuning(shared_limit=24_000, sms=1),
     ],
@@ -288,7 +289,7 @@ def test_ops_that_are_not_joined() -> None:
     assert [launch.kernel for launch in stage.launches] == list(MOE_STAGES)
     assert moe.moe_ffn(ops[:-1], Tuning()) is None
     assert moe.moe_ffn(ffn_ops(config, rows=2), Tuning()) is None
-    assert moe.moe_ffn(ops, Tuning(shared_limit=3000)) is None
+    assert moe.moe_ffn(ops, Tuning(shared_limit=2000)) is None
 
     def with_changed(index: int, **values: Any) -> list[Op]:
         changed = list(ops)

@@ -170,7 +170,7 @@ def test_matmul_lengths(rng: np.random.Generator, wtype: WType, k: int) -> None:
     matmul_case(rng, [wtype], [37], k, 1).check(seed=k)
 
 
-@pytest.mark.parametrize("k", [1, 7, 40, 100])
+@pytest.mark.parametrize("k", [1, 7, 31, 32, 33, 40, 63, 100])
 def test_matmul_of_bf16_with_any_length(rng: np.random.Generator, k: int) -> None:
     matmul_case(rng, [WType.bf16], [5], k, 3).check()
 

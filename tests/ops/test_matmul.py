@@ -82,7 +82,7 @@ def test_row_of_interest_first_middle_last(wtype: WType, M: int) -> None:
             assert_bits_equal(run([w], mixed, form)[place], alone[0], f"row {place} of {M}, {form}")
 
 
-@pytest.mark.parametrize("k", [1, 3, 7, 8, 9, 33, 100, 1023])
+@pytest.mark.parametrize("k", [1, 3, 7, 8, 9, 31, 32, 33, 63, 64, 100, 1023, 2048])
 def test_bf16_of_any_length(k: int) -> None:
     rng = np.random.default_rng(k)
     for M in (1, 2, 3, 4, 5, 9):

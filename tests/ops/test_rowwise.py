@@ -40,7 +40,7 @@ def test_embed(wtype: WType, k: int, M: int) -> None:
     check_forms("embed", {"x": expected}, w=w, ids=ids, M=M)
 
 
-@pytest.mark.parametrize("d", [1, 7, 8, 31, 64, 360, 576, 2048])
+@pytest.mark.parametrize("d", [1, 7, 8, 31, 64, 255, 257, 360, 576, 1001, 2048, 2560, 5120])
 @pytest.mark.parametrize("M", [1, 3, 70])
 def test_rms_norm(d: int, M: int) -> None:
     x, w = normal((M, d)), normal(d, 1)

@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "streams": (1, 3),
     "ring_bytes": (1, 20_000),
     "head_blocks": (1, 3),
-    "router_rows": (1, 3),
+    "router_rows": (2, 3),
     "gate_up_warps": (1, 5),
     "gate_up_blocks": (1, 3),
     "expert_blocks": (2, 3),
