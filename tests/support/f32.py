@@ -33,3 +33,9 @@ def hsum8(a: F32) -> Any:
     """Contract section 0, over the last axis of 8."""
     lo = a[..., :4] + a[..., 4:]
     return (lo[..., 0] + lo[..., 1]) + (lo[..., 2] + lo[..., 3])
+
+
+def hsum32(a: F32) -> Any:
+    """Contract section 0, over the last axis of 32."""
+    b = a[..., :16] + a[..., 16:]
+    return hsum8(b[..., :8] + b[..., 8:])
