@@ -337,3 +337,10 @@ DEVICE float group_hsum8(float a) {
     a = a + __shfl_xor_sync(FULL_WARP, a, 1);  // lo0 + lo1, lo2 + lo3
     return a + __shfl_xor_sync(FULL_WARP, a, 2);
 }
+
+// hsum32 over the lanes of a warp; every lane gets it.
+DEVICE float warp_hsum32(float a) {
+    a = a + __shfl_xor_sync(FULL_WARP, a, 16);  // b[k] = a[k] + a[k+16]
+    a = a + __shfl_xor_sync(FULL_WARP, a, 8);   // c[k] = b[k] + b[k+8]
+    return group_hsum8(a);
+}

@@ -20,6 +20,7 @@ Dim3 = tuple[int, int, int]
 
 ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
+CODES_BYTES = 8 * (32 + 4) * 16  # of V's weights of eight heads in a chunk, as in kernels/attention_values.cuh
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
 LONG_TILES = 256  # of a row whose hash many blocks share, as in kernels/l2_hash.cu
@@ -238,11 +239,8 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     heads, warps = 8, CHUNK // 32
     positions = CHUNK + 4  # UNIT_PITCH
     floats = max(positions * heads, (heads + 2) * (_round_up(head_dim, 64) + 4)) + head_dim + 2 * CHUNK
-    floats += heads + 4 + heads + warps + heads * CHUNK // 64
-    # w, c and p take the place of K; of p sixteen more are read.
-    keys = max(CHUNK * head_dim, 4 * (3 * positions * heads + 16))
-    values = CHUNK * (128 if head_dim <= 128 else 256)
-    return 4 * floats + (heads + 2) * head_dim + values + keys
+    floats += heads + 4 + 3 * heads + 2 * warps
+    return 4 * floats + CODES_BYTES + (heads + 2 + 2 * CHUNK) * head_dim
 
 
 def attention_merge_shared_bytes(threads: int) -> int:
@@ -252,8 +250,8 @@ def attention_merge_shared_bytes(threads: int) -> int:
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:
     """Dynamic shared memory of an attention block of ``heads`` query heads (``AttentionShared``)."""
-    floats = 4 * heads * CHUNK + 8 * heads + heads * head_dim + _round_up(5 * heads, 4) + 4
-    return (heads + CHUNK) * head_dim + 4 * floats
+    floats = heads * CHUNK + CHUNK + heads * head_dim + _round_up(6 * heads, 4) + 4
+    return (heads + CHUNK) * head_dim + _ceil(heads, 8) * CODES_BYTES + 4 * floats
 
 
 def router_shared_bytes(experts: int, chosen: int) -> int:
