@@ -22,7 +22,7 @@ void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64
                   AttentionState *state) {
     const int hd = a.hd;
     const int64_t row0 = slot0 * a.nkv + kv_head;
-    float m = f32_from_bits(0xff800000u), s[kAttentionChunk], w[kAttentionChunk], lane[32] = {};
+    float m = f32_from_bits(0xff800000u), s[kAttentionChunk], w[kAttentionChunk], lane[kSumLanes] = {};
     for (int t = 0; t < count; t++) {
         const int64_t row = row0 + static_cast<int64_t>(t) * a.nkv;
         int dot = 0;
@@ -33,7 +33,7 @@ void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64
     unsigned largest = 0;
     for (int t = 0; t < count; t++) {
         const float p = expf_ucrt(s[t] - m);
-        lane[t % 32] += p;
+        lane[t % kSumLanes] += p;
         w[t] = p * a.vs[row0 + static_cast<int64_t>(t) * a.nkv];
         const unsigned magnitude = f32_bits(w[t]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
