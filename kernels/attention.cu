@@ -11,7 +11,7 @@ DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long
     const int at = threadIdx.x % units, first = threadIdx.x / units;
     const signed char *const v = a.vq + (slot0 * a.nkv + kv) * a.hd + 16 * at;  // i8[.., hd] of position 0
     for (int t = first < rows ? first : count; t < count; t += rows)
-        copy_async_16(sh.v8 + value_place(a.hd, t, at), v + (long long)t * a.nkv * a.hd);
+        copy_async_16(sh.v8 + row_place(a.hd, t, at), v + (long long)t * a.nkv * a.hd);
     for (int t = threadIdx.x; t < CHUNK; t += blockDim.x) sh.vs[t] = t < count ? a.vs[(slot0 + t) * a.nkv + kv] : 0.0f;
 }
 
@@ -48,10 +48,9 @@ DEVICE AttentionBlock attention_block_of(const AttentionArgs &a, int chunks) {
 
 // Scores to codes of V's weights, by a warp to a head, whose maximum and sum go to shared memory, merged (keep), or to a partial
 // state.
-DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, int count,
-                          bool keep) {
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, bool keep) {
     for (int j = warp_id(); j < b.heads; j += warp_count()) {
-        const HeadState state = soften_head(sh.s + j * CHUNK, sh.vs, count, codes_at(sh.codes, j, 0));
+        const HeadState state = soften_head(sh.s + j * CHUNK, sh.vs, sh.exp_table, codes_at(sh.codes, j, 0));
         const float left = chunk == 0 ? MINUS_INFINITY : sh.m[j], merged = state.m > left ? state.m : left;
         const float factor_left = exp_form(left - merged), factor = exp_form(state.m - merged);
         __syncwarp();
@@ -96,9 +95,8 @@ DEVICE void attention_block(const AttentionArgs &a, unsigned char *shared) {
     if (b.heads == 0 || (single && b.slot > 0)) return;  // the whole block
     const AttentionShared sh = attention_shared(shared, b.heads, a.hd);
 
-    if (b.slot < chunks) {
-        quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
-    }
+    copy_exp_table(sh.exp_table);
+    if (b.slot < chunks) quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
     for (int chunk = b.slot; chunk < chunks; chunk += b.slots) {
         const int begin = chunk * CHUNK;
         const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
@@ -107,7 +105,7 @@ DEVICE void attention_block(const AttentionArgs &a, unsigned char *shared) {
         __syncthreads();  // queries
         chunk_scores(a, sh, slot0, b.kv, count, b.heads);
         __syncthreads();
-        chunk_softmax(a, sh, b, chunk, count, keep);
+        chunk_softmax(a, sh, b, chunk, keep);
         copy_wait_all();
         __syncthreads();
         chunk_values(a, sh, b, chunk, keep);

@@ -11,9 +11,10 @@
 // Shared memory of a block for `heads` query heads; kestrel/launch.py computes the same size.
 struct AttentionShared {
     signed char *q8;  // i8[heads, hd]
-    signed char *v8;  // i8[CHUNK, hd], units of 16 bytes at value_place
+    signed char *v8;  // i8[CHUNK, hd], units of 16 bytes at row_place
     unsigned *codes;  // of the weights of V: attention_values.cuh
-    float *s;         // f32[heads, CHUNK]: scores
+    unsigned long long *exp_table;  // u64[64]: of exp_down
+    float *s;         // f32[heads, CHUNK]: scores, -inf past the chunk's positions
     float *vs;        // f32[CHUNK]: scales of V, +0 past the chunk's positions
     float *run;       // f32[heads, hd]: merged acc
     float *qs;        // f32[heads]
@@ -30,7 +31,8 @@ DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) 
     sh.q8 = (signed char *)base;
     sh.v8 = sh.q8 + heads * hd;
     sh.codes = (unsigned *)(sh.v8 + CHUNK * hd);
-    sh.s = (float *)sh.codes + (heads + 7) / 8 * (CODES_BYTES / 4);
+    sh.exp_table = (unsigned long long *)(sh.codes + (heads + 7) / 8 * (CODES_BYTES / 4));
+    sh.s = (float *)(sh.exp_table + 64);
     sh.vs = sh.s + heads * CHUNK;
     sh.run = sh.vs + CHUNK;
     sh.qs = sh.run + heads * hd;
@@ -114,14 +116,14 @@ DEVICE void row_words(const signed char *row, int hd, int part, unsigned *words)
 // s[j][t] for the positions of a chunk: a warp multiplies 16 K rows with up to eight queries at a time, in int8.
 DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
     const int group = lane_id() / 4, part = lane_id() % 4;
-    for (int t0 = 16 * warp_id(); t0 < count; t0 += 16 * warp_count()) {
+    for (int t0 = 16 * warp_id(); t0 < CHUNK; t0 += 16 * warp_count()) {
         unsigned k8[2][16] = {};  // rows t0 + group and t0 + group + 8
         float ks[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int t = t0 + group + 8 * i < count ? t0 + group + 8 * i : count - 1;
             const long long row = (slot0 + t) * a.nkv + kv;
-            row_words(a.kq + row * a.hd, a.hd, part, k8[i]);
+            if (t0 < count) row_words(a.kq + row * a.hd, a.hd, part, k8[i]);
             ks[i] = a.ks[row];
         }
         for (int j0 = 0; j0 < heads; j0 += 8) {
@@ -138,7 +140,7 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int j = j0 + 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
-                if (j < heads && t < count) sh.s[j * CHUNK + t] = biased_dot(dots[i]) * (sh.qs[j] * ks[i / 2]);
+                if (j < heads) sh.s[j * CHUNK + t] = t < count ? biased_dot(dots[i]) * (sh.qs[j] * ks[i / 2]) : MINUS_INFINITY;
             }
         }
     }

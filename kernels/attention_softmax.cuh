@@ -20,13 +20,11 @@ DEVICE float of_order_key(unsigned key) {
 // Over the lanes of a warp, ignoring NaN.
 DEVICE unsigned warp_max_key(float x) { return __reduce_max_sync(FULL_WARP, order_key(fmaxf(x, MINUS_INFINITY))); }
 
-// This lane's scores of I stripes from `first` on. s: f32[CHUNK], of which there are `count`.
-template <int I> DEVICE void stripe_scores(const float *s, int first, int count, float (&x)[I]) {
+// This lane's part of I stripes of f32[CHUNK] from `first` on.
+template <int I> DEVICE void load_stripes(const float *from, int first, float (&x)[I]) {
+    from += STRIPE * first + lane_id();
 #pragma unroll
-    for (int i = 0; i < I; i++) {
-        const int t = STRIPE * (first + i) + lane_id();
-        x[i] = t < count ? s[t] : MINUS_INFINITY;
-    }
+    for (int i = 0; i < I; i++) x[i] = from[STRIPE * i];
 }
 
 // The maximum of all positions of a head, by one warp.
@@ -42,18 +40,17 @@ DEVICE float head_max(const float (&s)[STRIPES]) {
     return of_order_key(warp_max_key(m[0]));
 }
 
-// What becomes of a lane's scores of I stripes, from `first` on.
+// What becomes of a lane's scores of I stripes. Past the positions scores are -inf and scales of V +0, and so are exponentials
+// and weights, unless all scores are NaN or -inf: then all exponentials are NaN, and so is the state.
 template <int I> struct Softened {
-    float p[I], w[I];  // exponential and weight; +0 past the positions
+    float p[I], w[I];  // exponential and weight
 
-    // m: the head's maximum; vs: f32[CHUNK], +0 past the positions.
-    DEVICE_MEMBER void make(const float (&s)[I], int first, float m, const float *vs, int count) {
+    // m: the head's maximum; table: of exp_down.
+    DEVICE_MEMBER void make(const float (&s)[I], float m, const float (&vs)[I], const unsigned long long *table) {
 #pragma unroll
         for (int i = 0; i < I; i++) {
-            const int t = STRIPE * (first + i) + lane_id();
-            const float e = exp_form(s[i] - m);
-            p[i] = t < count ? e : 0.0f;
-            w[i] = p[i] * vs[t];
+            p[i] = exp_down(s[i] - m, table);
+            w[i] = p[i] * vs[i];
         }
     }
     // Over the warp.
@@ -66,34 +63,42 @@ template <int I> struct Softened {
         }
         return __reduce_max_sync(FULL_WARP, most);
     }
-    // scale: of all positions of the head; codes: of this lane (codes_at). No weight is negative: a scale of V never is.
+    // scale: of all positions of the head; codes: of this lane (codes_at), from its stripe `first` on. No weight is negative,
+    // because no scale of V is. The code of value_code is the low half of a float's bits; clamped ahead of the rounding it is
+    // the same.
     DEVICE_MEMBER void store(const ValueScale &scale, unsigned *codes, int first) const {
-        unsigned c[I];
+        unsigned halves[I];
 #pragma unroll
-        for (int i = 0; i < I; i++) c[i] = scale.zero ? 0u : (unsigned)value_code(w[i], scale.up);
-        store_codes(codes, first, c);
+        for (int i = 0; i < I; i++) halves[i] = f32_bits(fminf(w[i] * scale.up, 32767.0f) + 12582912.0f);
+        store_codes(codes, first, halves, scale.zero ? 0u : 0xffffffffu);
     }
 };
+
+// The sum of all exponentials of a head, by one warp; every lane gets it. None is -0, so nothing has to be added to +0.
+DEVICE float stripes_sum(const float (&p)[STRIPES]) {
+    float lane = p[0];
+#pragma unroll
+    for (int i = 1; i < STRIPES; i++) lane += p[i];
+    return warp_hsum32(lane);
+}
 
 // The state of a head in a chunk, less its sums over V: maximum, sum of exponentials, scale of the codes.
 struct HeadState {
     float m, l, d;
 };
 
-// All of it by one warp. s: f32[CHUNK]; codes: those of the head's lane 0.
-DEVICE HeadState soften_head(const float *s, const float *vs, int count, unsigned *codes) {
+// All of it by one warp. s, vs: f32[CHUNK], -inf and +0 past the positions; codes: those of the head's lane 0.
+DEVICE HeadState soften_head(const float *s, const float *vs, const unsigned long long *table, unsigned *codes) {
     HeadState state;
-    float score[STRIPES];
-    stripe_scores(s, 0, count, score);
+    float score[STRIPES], scale_v[STRIPES];
+    load_stripes(s, 0, score);
+    load_stripes(vs, 0, scale_v);
     state.m = head_max(score);
     Softened<STRIPES> x;
-    x.make(score, 0, state.m, vs, count);
+    x.make(score, state.m, scale_v, table);
     const ValueScale scale = value_scale(x.largest());
     x.store(scale, codes_at(codes, 0, lane_id()), 0);
-    float lane = 0.0f;
-#pragma unroll
-    for (int i = 0; i < STRIPES; i++) lane += x.p[i];
-    state.l = warp_hsum32(lane);
+    state.l = stripes_sum(x.p);
     state.d = scale.d;
     return state;
 }

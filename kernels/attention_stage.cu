@@ -180,10 +180,12 @@ DEVICE void merge_items(const AttentionStageArgs &st, const UnitShared &sh, Unit
     }
 }
 
-template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
+// HD: the head size, where it is known. W: words of a head of 16 * W elements.
+template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
-    const UnitShared sh = unit_shared(shared, a.hd);
-    touch_exp_table();
+    const int hd = HD != 0 ? HD : a.hd;
+    const UnitShared sh = unit_shared(shared, hd);
+    copy_exp_table(sh.exp_table);
     const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
     Unit u;
     u.pos = pos;
@@ -193,18 +195,18 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     const int HS = cut.HS;
     u.slots = cut.slots;
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
-    const float inverse_hd = 1.0f / (float)a.hd;
+    const float inverse_hd = 1.0f / (float)hd;
     const bool maker = unit_makers(HS) == 0 || warp_id() < unit_makers(HS);  // of rows, which come from the launch before
     bool waited = false;
     int item = block;
 #pragma unroll 1
     for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
         take_item(u, cut, item);
-        UnitRows fetched = unit_rows(unit_makers(HS), a.hd);
+        UnitRows fetched = unit_rows(unit_makers(HS), hd);
         UnitScales scales = unit_scales(a, u, u.slot);
-        unit_fetch<false>(a, sh, fetched, u, u.slot);
-        unit_fetch<true>(a, sh, fetched, u, u.slot);
-        fetched = unit_rows(0, a.hd);
+        unit_fetch<false>(a, sh, hd, fetched, u, u.slot);
+        unit_fetch<true>(a, sh, hd, fetched, u, u.slot);
+        fetched = unit_rows(0, hd);
 #pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
             const int next = chunk + u.slots;
@@ -228,7 +230,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                         waited = true;
                     }
                 }
-                RowValues<W / 4> x = unit_row_load<W / 4>(source, a.hd);
+                RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
 #pragma unroll 1
                 for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
                     RowWeights<W / 4> weights = first_weights;
@@ -239,7 +241,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     unit_row(st, sh, u, HS, row, x, weights, inverse_hd, t_new, u.slot == 0, has_new && u.first_of_kv);
                 }
             } else if (t_new < CHUNK) {
-                unit_place_row(sh, a.hd, t_new);
+                unit_place_row(sh, hd, t_new);
             }
             if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
             if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
@@ -252,25 +254,25 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
             __syncthreads();
             float score = 0.0f;
             if (HS == 1)
-                score = unit_score_one(sh, a.hd, count);
+                score = unit_score_one(sh, hd, count);
             else
-                unit_scores<W>(sh, HS, a.hd, count);
+                unit_scores<W>(sh, hd, count);
             __syncthreads();
             scales = unit_scales(a, u, next);
-            unit_fetch<false>(a, sh, fetched, u, next);  // K has done its work, and V has when the states are made
+            unit_fetch<false>(a, sh, hd, fetched, u, next);  // K has done its work, and V has when the states are made
             if (HS == UNIT_HEADS)
-                unit_soften_all(sh, count);
+                unit_soften_all(sh);
             else if (HS == 4)
-                unit_soften_some<4>(sh, count);
+                unit_soften_some<4>(sh);
             else if (HS == 2)
-                unit_soften_some<2>(sh, count);
+                unit_soften_some<2>(sh);
             else
-                unit_soften_one(sh, score, count);
+                unit_soften_one(sh, score);
             copy_wait_closed();  // V
             __syncthreads();
-            unit_states(sh, u, HS, a.hd, states);
+            unit_states<W>(sh, u, HS, hd, states);
             __syncthreads();
-            unit_fetch<true>(a, sh, fetched, u, next);
+            unit_fetch<true>(a, sh, hd, fetched, u, next);
         }
         if (u.chunks == 1) {
             store_unit(st, u, sh.s);
@@ -280,12 +282,16 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
 }
 
-// 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.
+// 256 threads. Dynamic shared: UnitShared. For head sizes of 128, up to 128, and up to 256.
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_stage<8, 128>(a, shared, blockIdx.x, gridDim.x);
+}
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
-    attention_stage<8>(a, shared, blockIdx.x, gridDim.x);
+    attention_stage<8, 0>(a, shared, blockIdx.x, gridDim.x);
 }
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
-    attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
+    attention_stage<16, 0>(a, shared, blockIdx.x, gridDim.x);
 }

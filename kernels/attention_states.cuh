@@ -13,7 +13,7 @@ template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, 
 #pragma unroll
         for (int j = 0; j < W / 4; j++) {
             if (64 * j < hd) {
-                const uint4 v = *(const uint4 *)(rows + key_place(hd, t, part + 4 * j));
+                const uint4 v = *(const uint4 *)(rows + row_place(hd, t, part + 4 * j));
                 words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
             }
         }
@@ -28,7 +28,7 @@ template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, 
 DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
     const int t = threadIdx.x;
     const signed char *const row = sh.k8 + t * hd;
-    const int turn = 16 * key_turn(hd, t);
+    const int turn = row_place(hd, t, 0) - t * hd;
     int dots[2] = {DOT_BIAS, 0};
 #pragma unroll 4
     for (int at = 0; at < hd; at += 16) {
@@ -44,19 +44,23 @@ DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
     return score;
 }
 
-// s[j][t] of the chunk, 16 positions by up to eight heads at a time, in int8.
-template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, int count) {
-    const int group = lane_id() / 4, part = lane_id() % 4;
-    unsigned q8[W] = {};  // of head `group`; what lies past the heads, and past the positions, makes scores that nobody reads
+// s[j][t] of the chunk, 16 positions by eight heads at a time, in int8. What lies past the heads makes scores that nobody reads.
+template <int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
+    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + group;
+    unsigned q8[W] = {};  // of head `group`
     unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
+    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
+    float ks[4];  // of positions first + 8 * i
+#pragma unroll
+    for (int i = 0; i < 4; i++) ks[i] = sh.ks[first + 8 * i];
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
         const int t0 = 32 * warp_id() + 16 * tile;
+        int dots[4] = {DOT_BIAS, DOT_BIAS, DOT_BIAS, DOT_BIAS};
         if (t0 < count) {
             unsigned k8[2][W] = {};  // rows t0 + group and t0 + group + 8
 #pragma unroll
             for (int i = 0; i < 2; i++) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
-            int dots[4] = {DOT_BIAS, DOT_BIAS, DOT_BIAS, DOT_BIAS};
 #pragma unroll
             for (int step = 0; step < W / 2; step++) {
                 if (32 * step < hd) {
@@ -64,11 +68,12 @@ template <int W> DEVICE void unit_scores(const UnitShared &sh, int HS, int hd, i
                     mma_s8(dots, ka, q8 + 2 * step);
                 }
             }
+        }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
-                if (j < HS && t < count) sh.s[j * UNIT_PITCH + t] = biased_dot(dots[i]) * (sh.qs[j] * sh.ks[t]);
-            }
+        for (int i = 0; i < 4; i++) {
+            const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
+            const float score = biased_dot(dots[i]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[2 * tile + i / 2]);
+            sh.s[j * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
         }
     }
 }
@@ -82,9 +87,9 @@ DEVICE UnitPart unit_part(int HS) {
 }
 
 // The same of eight heads, each by one warp, which nobody has to wait for.
-DEVICE void unit_soften_all(const UnitShared &sh, int count) {
+DEVICE void unit_soften_all(const UnitShared &sh) {
     const int head = warp_id();
-    const HeadState state = soften_head(sh.s + head * UNIT_PITCH, sh.vs, count, codes_at(sh.codes, head, 0));
+    const HeadState state = soften_head(sh.s + head * UNIT_PITCH, sh.vs, sh.exp_table, codes_at(sh.codes, head, 0));
     if (lane_id() == 0) {
         sh.max[head] = state.m;
         sh.sum[head] = state.l;
@@ -93,10 +98,12 @@ DEVICE void unit_soften_all(const UnitShared &sh, int count) {
 }
 
 // Scores s, I of a lane, to the codes, with a barrier inside; I is the heads of the unit. m: the head's maximum.
-template <int I> DEVICE void unit_soften(const UnitShared &sh, const float (&s)[I], float m, int count) {
+template <int I> DEVICE void unit_soften(const UnitShared &sh, const float (&s)[I], float m) {
     const UnitPart part = unit_part(I);
+    float vs[I];
+    load_stripes(sh.vs, part.first, vs);
     Softened<I> x;
-    x.make(s, part.first, m, sh.vs, count);
+    x.make(s, m, vs, sh.exp_table);
     const unsigned own = x.largest();
     if (lane_id() == 0) sh.largest[warp_id()] = own;
 #pragma unroll
@@ -113,47 +120,41 @@ template <int I> DEVICE void unit_soften(const UnitShared &sh, const float (&s)[
 }
 
 // The same of two or four heads, from the scores in shared memory; every warp of a head finds its maximum for itself.
-template <int I> DEVICE void unit_soften_some(const UnitShared &sh, int count) {
+template <int I> DEVICE void unit_soften_some(const UnitShared &sh) {
     const UnitPart part = unit_part(I);
     const float *const scores = sh.s + part.head * UNIT_PITCH;
     float all[STRIPES], s[I];
-    stripe_scores(scores, 0, count, all);
-    stripe_scores(scores, part.first, count, s);
-    unit_soften(sh, s, head_max(all), count);
+    load_stripes(scores, 0, all);
+    load_stripes(scores, part.first, s);
+    unit_soften(sh, s, head_max(all));
 }
 
 // The same of a single head, whose scores are each in a register, their maxima by warp in sh.totals.
-DEVICE void unit_soften_one(const UnitShared &sh, float score, int count) {
+DEVICE void unit_soften_one(const UnitShared &sh, float score) {
     const float s[1] = {score};
-    unit_soften(sh, s, of_order_key(__reduce_max_sync(FULL_WARP, sh.totals[lane_id() % UNIT_WARPS])), count);
+    unit_soften(sh, s, of_order_key(__reduce_max_sync(FULL_WARP, sh.totals[lane_id() % UNIT_WARPS])));
 }
 
-// The sum of exponentials of this warp's head, all of them, to every lane.
-DEVICE float unit_sum(const UnitShared &sh, int HS) {
-    const int head = unit_part(HS).head;
-    if (HS == UNIT_HEADS) return sh.sum[head];
-    const float *const p = sh.p + head * UNIT_PITCH + lane_id();
-    float lane = 0.0f;
-#pragma unroll
-    for (int i = 0; i < STRIPES; i++) lane += p[STRIPE * i];
-    return warp_hsum32(lane);
-}
-
-// The partial states of the unit's heads: sums of values and of exponentials, and the maximum.
+// The partial states of the unit's heads: sums of values and of exponentials, and the maximum. The sum of exponentials, a chain
+// of additions and shuffles, is made beside the matrix instructions by every warp for its head, where it is not there yet: so
+// nothing here branches.
 // states: f32[heads, hd + 4], of this chunk.
-DEVICE void unit_states(const UnitShared &sh, const Unit &u, int HS, int hd, float *states) {
-    const int pitch = hd + 4, group = lane_id() / 4, part = lane_id() % 4;
+template <int W> DEVICE void unit_states(const UnitShared &sh, const Unit &u, int HS, int hd, float *states) {
+    const int pitch = hd + 4, units = hd / 16, group = lane_id() / 4, part = lane_id() % 4;
+    const UnitPart own = unit_part(HS);
+    float p[STRIPES];
+    load_stripes(sh.p + (own.head % (UNIT_HEADS / 2)) * UNIT_PITCH, 0, p);
+    const float made = stripes_sum(p), sum = HS == UNIT_HEADS ? sh.sum[own.head] : made;
     float *const elements = states + group * pitch + 4 * part;
-#pragma unroll 1
-    for (int unit = warp_id(); unit < hd / 16; unit += UNIT_WARPS) {
+#pragma unroll
+    for (int round = 0; round < W / UNIT_WARPS; round++) {
+        const int unit = warp_id() + UNIT_WARPS * round;
         ValueTile tile;
         int dots[4];
-        tile.load(sh.v8, hd, unit);
+        tile.load(sh.v8, hd, unit < units ? unit : 0);
         tile.sums(sh.codes, dots);
-        if (group < u.heads) *(float4 *)(elements + 16 * unit) = scaled_sums(dots, sh.d[group]);
+        if (unit < units && group < u.heads) *(float4 *)(elements + 16 * unit) = scaled_sums(dots, sh.d[group]);
     }
-    const UnitPart own = unit_part(HS);
-    const float sum = unit_sum(sh, HS);
     if (lane_id() == 0 && own.first == 0 && own.head < u.heads)
         *(float2 *)(states + own.head * pitch + hd) = make_float2(sh.max[own.head], sum);
 }

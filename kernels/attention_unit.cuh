@@ -13,7 +13,7 @@
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
-    float *s;              // f32[HS, UNIT_PITCH]: scores
+    float *s;              // f32[HS, UNIT_PITCH]: scores, -inf past the chunk's positions
     float *p;              // f32[HS, UNIT_PITCH]: exponentials, for less than eight heads
     float *squares;        // in its place, while rows are made: f32[UNIT_ROWS, hd rounded up to 64, + 4]
     float *angle;          // f32[hd]: cosines, then sines
@@ -27,8 +27,8 @@ struct UnitShared {
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
     unsigned *codes;       // of the weights of V: attention_values.cuh
-    signed char *v8;       // i8[CHUNK, hd], units of 16 bytes at value_place
-    signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at key_place
+    unsigned long long *exp_table;  // u64[64]: of exp_down
+    signed char *v8, *k8;  // i8[CHUNK, hd], units of 16 bytes at row_place
     float4 *factors;       // in the place of both, while chunks merge: f32[HS, MERGE_PITCH, 4]
 };
 
@@ -49,7 +49,8 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     sh.totals = (unsigned *)(sh.d + UNIT_HEADS);
     sh.largest = sh.totals + UNIT_WARPS;
     sh.codes = sh.largest + UNIT_WARPS;
-    sh.q8 = (signed char *)sh.codes + CODES_BYTES;
+    sh.exp_table = (unsigned long long *)(sh.codes + CODES_BYTES / 4);
+    sh.q8 = (signed char *)(sh.exp_table + 64);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
     sh.k8 = sh.v8 + CHUNK * hd;
@@ -65,14 +66,6 @@ struct Unit {
     int pos, chunks;     // position of the row, chunks up to it
     long long base;      // cache slot of position 0
 };
-
-// Where unit `at` of 16 bytes of K at position t lies: rows of 64 and of 128 bytes change the order of their units, so that
-// eight lanes touch every bank once, both those of mma_s8, which read four units of two neighbouring rows, and those that
-// read the same unit of eight rows.
-DEVICE int key_turn(int hd, int t) {
-    return (hd & 127) == 0 ? (t & 1) * 4 + (t >> 1 & 3) : hd == 64 ? t >> 1 & 3 : 0;
-}
-DEVICE int key_place(int hd, int t, int at) { return t * hd + 16 * (at ^ key_turn(hd, t)); }
 
 // The first warps make the rows, the others fetch K and V meanwhile. 0: every warp does both, in turn.
 DEVICE int unit_makers(int HS) { return HS + 2 < UNIT_WARPS ? HS + 2 : 0; }
@@ -101,14 +94,15 @@ DEVICE int unit_cached(const Unit &u, int chunk) {
 // K, or V, of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory as a set of copies; allowed
 // before the stage's wait, because earlier steps wrote it. What lies past it has codes of 0, or scores that nobody reads.
 template <bool VALUES>
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, const UnitRows &r, const Unit &u, int chunk) {
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const UnitRows &r, const Unit &u, int chunk) {
     const int cached = unit_cached(u, chunk);
-    const long long stride = (long long)a.nkv * a.hd, slot = u.base + chunk * CHUNK + r.first;
-    const signed char *from = (VALUES ? a.vq : a.kq) + slot * stride + u.kv * a.hd + 16 * r.at;
+    const int stride = a.nkv * hd;
+    const signed char *const rows = (VALUES ? a.vq : a.kq) + (u.base + chunk * CHUNK) * stride + u.kv * hd + 16 * r.at;
     signed char *const to = VALUES ? sh.v8 : sh.k8;
+    unsigned from = r.first * stride;  // of rows
 #pragma unroll 4
     for (int t = r.first; t < cached; t += r.step, from += r.step * stride)
-        copy_async_16(to + (VALUES ? value_place(a.hd, t, r.at) : key_place(a.hd, t, r.at)), from);
+        copy_async_16(to + row_place(hd, t, r.at), rows + from);
     copy_close();
 }
 
@@ -129,7 +123,7 @@ DEVICE UnitScales unit_scales(const AttentionArgs &a, const Unit &u, int chunk) 
 
 // Where element e of the new row, 0: K, 1: V, lies at position t.
 DEVICE signed char *unit_new_element(const UnitShared &sh, int hd, int row, int t, int e) {
-    return row == 0 ? sh.k8 + key_place(hd, t, e / 16) + e % 16 : sh.v8 + value_place(hd, t, e / 16) + e % 16;
+    return (row == 0 ? sh.k8 : sh.v8) + row_place(hd, t, e / 16) + e % 16;
 }
 
 // The new row takes its place in a chunk behind the one that it was made in.

@@ -17,30 +17,32 @@ DEVICE unsigned *codes_at(unsigned *codes, int head, int lane) {  // head: any, 
     return codes + 4 * (head * CODES_PITCH + lane);
 }
 
-// Codes c, 0 to 32767, of I stripes from `first` on, a multiple of I; codes: of their lane.
-template <int I> DEVICE void store_codes(unsigned *codes, int first, const unsigned (&c)[I]) {
+// Codes of I stripes from `first` on, a multiple of I: the low halves of c, where `mask` is not 0; codes: of their lane.
+template <int I> DEVICE void store_codes(unsigned *codes, int first, const unsigned (&c)[I], unsigned mask) {
     unsigned *const words = codes + first / 4 * 2;
     if constexpr (I >= 4) {
 #pragma unroll
         for (int i = 0; i < I; i += 4) {
             const unsigned a = __byte_perm(c[i], c[i + 1], 0x5140), b = __byte_perm(c[i + 2], c[i + 3], 0x5140);
-            *(uint2 *)(words + i / 2) = make_uint2(__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410));
+            *(uint2 *)(words + i / 2) = make_uint2(__byte_perm(a, b, 0x7632) & mask, __byte_perm(a, b, 0x5410) & mask);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < I; i++) {
             unsigned char *const at = (unsigned char *)words + first % 4 + i;
-            at[0] = (unsigned char)(c[i] >> 8);
-            at[4] = (unsigned char)c[i];
+            at[0] = (unsigned char)((c[i] & mask) >> 8);
+            at[4] = (unsigned char)(c[i] & mask);
         }
     }
 }
 
-// Where unit `at` of 16 bytes of V at position t lies, in rows of hd bytes: rows of whole 64 bytes change the order of their
-// units, so that the eight rows of a matrix of load_halves (ValueTile) touch every bank once.
-DEVICE int value_place(int hd, int t, int at) {
-    const int turn = (hd & 127) == 0 ? (t & 3) | (t >> 3 & 4) : (hd & 63) == 0 ? (t >> 1 & 1) | (t >> 4 & 2) : 0;
-    return t * hd + 16 * (at ^ turn);
+// Where unit `at` of 16 bytes of K or V at position t lies, in rows of hd bytes: rows of whole 64 bytes change the order of their
+// units, so that eight lanes touch every bank once: those that read the same unit of eight positions, those that read four
+// units of two (mma_s8), and those that name the rows of a matrix of load_halves (ValueTile).
+DEVICE int row_place(int hd, int t, int at) {
+    const int mask = (hd & 63) != 0 ? 0 : (hd & 127) != 0 ? 3 : 7;
+    const int turn = (t << 2 & 4) | (t & 2) | ((t >> 2 ^ t >> 5) & 1);
+    return t * hd + 16 * (at ^ (turn & mask));
 }
 
 // Sixteen elements of V, all positions, as a warp multiplies them.
@@ -48,15 +50,16 @@ struct ValueTile {
     unsigned words[STRIPES][4];  // of lanes 4 * step to 4 * step + 3 of all stripes: elements 2g of stripes 0 to 3, of 4 to 7,
                                  // elements 2g + 1 likewise, of lane c for thread 4g+c
 
-    // v8: i8[CHUNK, hd] by value_place; unit: the elements are those from 16 * unit on.
+    // v8: i8[CHUNK, hd] by row_place; unit: the elements are those from 16 * unit on.
     DEVICE_MEMBER void load(const signed char *v8, int hd, int unit) {
         // Row r of matrix q: of lane r / 2, stripe 2 * q + r % 2.
         const int q = lane_id() / 8, r = lane_id() % 8;
-        const signed char *row = v8 + value_place(hd, r / 2 + STRIPE * (2 * q + r % 2), unit);
+        const int first = r / 2 + STRIPE * (2 * q + r % 2);
+        const signed char *const even = v8 + row_place(hd, first, unit), *const odd = v8 + row_place(hd, first + 4, unit);
 #pragma unroll
-        for (int step = 0; step < STRIPES; step++, row += 4 * hd) {
+        for (int step = 0; step < STRIPES; step++) {
             unsigned halves[4];
-            load_halves(halves, row);
+            load_halves(halves, (step % 2 == 0 ? even : odd) + step / 2 * 8 * hd);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 words[step][i] = __byte_perm(halves[2 * i], halves[2 * i + 1], 0x6420);

@@ -90,6 +90,13 @@ DEVICE unsigned arrive(unsigned *counter, unsigned last) {
     return before;
 }
 
+// The larger one; NaN if one is NaN.
+DEVICE float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
 // value itself not later than here.
 DEVICE void settle(int &v) { asm volatile("" : "+r"(v)); }
@@ -230,6 +237,7 @@ DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
+DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
 template <class T> DEVICE void settle(T *&) {}
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
