@@ -1,22 +1,18 @@
-// Attention over the int8 KV cache, contract section 7, in parallel with the bits of the serial form:
-//   scores       integer dots, independent of each other
-//   running max  a prefix maximum, associative and exact
-//   exponentials independent, once the running max is known
-//   sums         one fma chain per (head, element) over the positions of a chunk; it is multiplied by c where the max
-//                moved (elsewhere c = 1) ; the sum of exponentials is a chain of its own
-// A block takes the query heads of one KV head (or some of them), which share the K and V rows it reads, and one or
-// more chunks of 256 positions. Chunks merge left to right: within the block when it walks all of them, otherwise by
-// the last block of those heads, from partial states in `work`.
+// Attention over the int8 KV cache, contract section 7. A block takes the query heads of one KV head (or some of them), which
+// share the K and V rows it reads, and one or more chunks of 256 positions. Of a chunk the scores are made by all warps, the
+// exponentials by a warp to a head, the sums over V by a warp to 16 elements. Chunks merge left to right: within the block when
+// it walks all of them, otherwise by the last block of those heads, from partial states in `work`.
 #include "attention_chunk.cuh"
 #include "warp_rows.cuh"
 
-// V rows of a chunk on their way to shared memory.
+// V rows of a chunk and their scales on their way to shared memory.
 DEVICE void fetch_values(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count) {
     const int units = a.hd / 16, rows = blockDim.x / units;  // rows at a time; threads past them do nothing
-    const int at = threadIdx.x % units * 16, first = threadIdx.x / units;
-    const signed char *const v = a.vq + (slot0 * a.nkv + kv) * a.hd + at;  // i8[.., hd] of position 0
+    const int at = threadIdx.x % units, first = threadIdx.x / units;
+    const signed char *const v = a.vq + (slot0 * a.nkv + kv) * a.hd + 16 * at;  // i8[.., hd] of position 0
     for (int t = first < rows ? first : count; t < count; t += rows)
-        copy_async_16(sh.v8 + t * a.hd + at, v + (long long)t * a.nkv * a.hd);
+        copy_async_16(sh.v8 + row_place(a.hd, t, at), v + (long long)t * a.nkv * a.hd);
+    for (int t = threadIdx.x; t < CHUNK; t += blockDim.x) sh.vs[t] = t < count ? a.vs[(slot0 + t) * a.nkv + kv] : 0.0f;
 }
 
 // What a block computes. blockIdx.y names a KV head and a slice of its query heads. While a row has few chunks, the
@@ -50,35 +46,43 @@ DEVICE AttentionBlock attention_block_of(const AttentionArgs &a, int chunks) {
     return b;
 }
 
-// The chains of one chunk: sums of exponentials and of values, kept in shared memory (keep) or as a partial state.
-template <int DIMS, int HPT>
-DEVICE void chunk_chains(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, int count,
-                         bool keep) {
-    const int parts = a.hd / DIMS, values = b.heads / HPT * parts;
-    for (int item = threadIdx.x; item < values + b.heads; item += blockDim.x) {
-        if (item >= values) {
-            const int j = item - values;
-            const float l = chunk_sum(sh.s + j * CHUNK, sh.c + j * CHUNK, sh.moved + j * (CHUNK / 32), count);
-            if (keep) {
-                sh.l[j] = chunk == 0 ? l : merge_one(sh.l[j], l, sh.a[j], sh.b[j]);
-            } else {
-                float *const state = partial_state(a, chunk, b.m, b.h0 + j);
-                state[a.hd] = sh.max[j * CHUNK + count - 1];
-                state[a.hd + 1] = l;
-            }
-            continue;
+// Scores to codes of V's weights, by a warp to a head, whose maximum and sum go to shared memory, merged (keep), or to a partial
+// state.
+DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, bool keep) {
+    for (int j = warp_id(); j < b.heads; j += warp_count()) {
+        const HeadState state = soften_head(sh.s + j * CHUNK, sh.vs, sh.exp_table, codes_at(sh.codes, j, 0));
+        const float left = chunk == 0 ? MINUS_INFINITY : sh.m[j], merged = state.m > left ? state.m : left;
+        const float factor_left = exp_form(left - merged), factor = exp_form(state.m - merged);
+        __syncwarp();
+        if (lane_id() == 0) {
+            sh.d[j] = state.d;
+            sh.a[j] = factor_left;
+            sh.b[j] = factor;
+            sh.m[j] = merged;
+            if (keep)
+                sh.l[j] = chunk == 0 ? state.l : merge_one(sh.l[j], state.l, factor_left, factor);
+            else
+                *(float2 *)(partial_state(a, chunk, b.m, b.h0 + j) + a.hd) = make_float2(state.m, state.l);
         }
-        const int j = item / parts * HPT, at = DIMS * (item % parts);
-        float acc[HPT][DIMS];
-        chunk_values<DIMS, HPT>(sh.v8 + at, a.hd, sh.w + j * CHUNK, sh.c + j * CHUNK, sh.moved + j * (CHUNK / 32), count,
-                                acc);
-#pragma unroll
-        for (int h = 0; h < HPT; h++) {
-            float *const run = sh.run + (j + h) * a.hd + at;
-            float *const state = keep ? run : partial_state(a, chunk, b.m, b.h0 + j + h) + at;
-#pragma unroll
-            for (int d = 0; d < DIMS; d++)
-                state[d] = keep && chunk > 0 ? merge_one(run[d], acc[h][d], sh.a[j + h], sh.b[j + h]) : acc[h][d];
+    }
+}
+
+// Sums over V of one chunk, likewise, by a warp to 16 elements of eight heads at a time.
+DEVICE void chunk_values(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, bool keep) {
+    const int group = lane_id() / 4, part = lane_id() % 4;
+    for (int unit = warp_id(); unit < a.hd / 16; unit += warp_count()) {
+        ValueTile tile;
+        tile.load(sh.v8, a.hd, unit);
+        for (int j0 = 0; j0 < b.heads; j0 += 8) {
+            int dots[4];
+            tile.sums(codes_at(sh.codes, j0, 0), dots);
+            const int j = j0 + group, at = 16 * unit + 4 * part;
+            if (j < b.heads) {
+                float4 acc = scaled_sums(dots, sh.d[j]);
+                float4 *const run = (float4 *)(sh.run + j * a.hd + at);
+                if (keep && chunk > 0) acc = merge_four(*run, acc, sh.a[j], sh.b[j]);
+                *(keep ? run : (float4 *)(partial_state(a, chunk, b.m, b.h0 + j) + at)) = acc;
+            }
         }
     }
 }
@@ -91,9 +95,8 @@ DEVICE void attention_block(const AttentionArgs &a, unsigned char *shared) {
     if (b.heads == 0 || (single && b.slot > 0)) return;  // the whole block
     const AttentionShared sh = attention_shared(shared, b.heads, a.hd);
 
-    if (b.slot < chunks) {
-        quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
-    }
+    copy_exp_table(sh.exp_table);
+    if (b.slot < chunks) quantize_queries(a, sh, a.q + (long long)b.m * a.ld + (long long)b.h0 * a.hd, a.hd, b.heads);
     for (int chunk = b.slot; chunk < chunks; chunk += b.slots) {
         const int begin = chunk * CHUNK;
         const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
@@ -102,26 +105,10 @@ DEVICE void attention_block(const AttentionArgs &a, unsigned char *shared) {
         __syncthreads();  // queries
         chunk_scores(a, sh, slot0, b.kv, count, b.heads);
         __syncthreads();
-        chunk_softmax(a, sh, slot0, b.kv, count, b.heads);
-#if KESTREL_FAST
-        __syncthreads();  // the maxima
-#endif
-        if (keep && (int)threadIdx.x < b.heads) {
-            const float right = sh.max[threadIdx.x * CHUNK + count - 1];
-            const float left = chunk == 0 ? MINUS_INFINITY : sh.m[threadIdx.x];
-            const float merged = right > left ? right : left;
-            sh.a[threadIdx.x] = exp_form(left - merged);
-            sh.b[threadIdx.x] = exp_form(right - merged);
-            sh.m[threadIdx.x] = merged;
-        }
+        chunk_softmax(a, sh, b, chunk, keep);
         copy_wait_all();
         __syncthreads();
-        // Fewer, longer threads while there are enough of them for half of the block; shorter ones for few heads.
-        const int quads = b.heads * a.hd / 4, half = blockDim.x / 2;
-        if (b.heads % 2 == 0 && quads >= 2 * half)
-            chunk_chains<4, 2>(a, sh, b, chunk, count, keep);
-        else
-            chunk_chains<2, 1>(a, sh, b, chunk, count, keep);
+        chunk_values(a, sh, b, chunk, keep);
         __syncthreads();
     }
 

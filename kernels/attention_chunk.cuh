@@ -2,24 +2,23 @@
 // says how they fit together.
 #pragma once
 
+#include "attention_softmax.cuh"
 #include "block_norm.cuh"
 #include "stage_args.h"
 
-#define CHUNK 256
 #define ATTENTION_COUNTERS 4096  // u32 at the start of `work`: zero before and after every launch
-#define MINUS_INFINITY f32_from_bits(0xff800000u)
 
 // Shared memory of a block for `heads` query heads; kestrel/launch.py computes the same size.
 struct AttentionShared {
     signed char *q8;  // i8[heads, hd]
-    signed char *v8;  // i8[CHUNK, hd]
-    float *s;         // f32[heads, CHUNK]: scores, then exponentials p; in the merge, factors a
-    float *max;       // f32[heads, CHUNK]: running maximum up to and with t
-    float *w;         // f32[heads, CHUNK]: p * vs; in the merge, factors b
-    float *c;         // f32[heads, CHUNK]: rescale factor, set where the maximum moved
-    unsigned *moved;  // u32[heads, 8]: bit t
+    signed char *v8;  // i8[CHUNK, hd], units of 16 bytes at row_place
+    unsigned *codes;  // of the weights of V: attention_values.cuh
+    unsigned long long *exp_table;  // u64[64]: of exp_down
+    float *s;         // f32[heads, CHUNK]: scores, -inf past the chunk's positions
+    float *vs;        // f32[CHUNK]: scales of V, +0 past the chunk's positions
     float *run;       // f32[heads, hd]: merged acc
     float *qs;        // f32[heads]
+    float *d;         // f32[heads]: scale of the codes
     float *m;         // f32[heads]: merged maximum
     float *l;         // f32[heads]: merged sum
     float *a;         // f32[heads]: factors of the current merge
@@ -31,29 +30,31 @@ DEVICE AttentionShared attention_shared(unsigned char *base, int heads, int hd) 
     AttentionShared sh;
     sh.q8 = (signed char *)base;
     sh.v8 = sh.q8 + heads * hd;
-    sh.s = (float *)(sh.v8 + CHUNK * hd);
-    sh.max = sh.s + heads * CHUNK;
-    sh.w = sh.max + heads * CHUNK;
-    sh.c = sh.w + heads * CHUNK;
-    sh.moved = (unsigned *)(sh.c + heads * CHUNK);
-    sh.run = (float *)(sh.moved + heads * 8);
+    sh.codes = (unsigned *)(sh.v8 + CHUNK * hd);
+    sh.exp_table = (unsigned long long *)(sh.codes + (heads + 7) / 8 * (CODES_BYTES / 4));
+    sh.s = (float *)(sh.exp_table + 64);
+    sh.vs = sh.s + heads * CHUNK;
+    sh.run = sh.vs + CHUNK;
     sh.qs = sh.run + heads * hd;
-    sh.m = sh.qs + heads;
+    sh.d = sh.qs + heads;
+    sh.m = sh.d + heads;
     sh.l = sh.m + heads;
     sh.a = sh.l + heads;
     sh.b = sh.a + heads;
-    sh.arrived = (unsigned *)(sh.b + heads + (4 - 5 * heads % 4) % 4);  // 16-byte aligned
+    sh.arrived = (unsigned *)(sh.b + heads + (4 - 6 * heads % 4) % 4);  // 16-byte aligned
     return sh;
 }
 
+#define MERGE_ROUND (CHUNK / 4)  // chunks that merge at a time: a head's scores leave room for four floats of each
+
 // max[t] = running maximum of start, s[0], ..., s[t] by the contract's rule (s > m; false for NaN); one warp. count
-// <= CHUNK.
+// <= MERGE_ROUND.
 DEVICE void warp_prefix_max(const float *s, float *max, int count, float start) {
-    const int lane = lane_id(), first = lane * (CHUNK / 32);
-    float own[CHUNK / 32];
+    const int lane = lane_id(), first = lane * (MERGE_ROUND / 32);
+    float own[MERGE_ROUND / 32];
     float m = MINUS_INFINITY;
 #pragma unroll
-    for (int i = 0; i < CHUNK / 32; i++) {
+    for (int i = 0; i < MERGE_ROUND / 32; i++) {
         const int t = first + i;
         if (t < count && s[t] > m) m = s[t];
         own[i] = m;
@@ -67,7 +68,7 @@ DEVICE void warp_prefix_max(const float *s, float *max, int count, float start) 
     float before = start;
     if (lane > 0 && scanned > before) before = scanned;
 #pragma unroll
-    for (int i = 0; i < CHUNK / 32; i++) {
+    for (int i = 0; i < MERGE_ROUND / 32; i++) {
         const int t = first + i;
         if (t < count) max[t] = own[i] > before ? own[i] : before;
     }
@@ -115,20 +116,20 @@ DEVICE void row_words(const signed char *row, int hd, int part, unsigned *words)
 // s[j][t] for the positions of a chunk: a warp multiplies 16 K rows with up to eight queries at a time, in int8.
 DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
     const int group = lane_id() / 4, part = lane_id() % 4;
-    for (int t0 = 16 * warp_id(); t0 < count; t0 += 16 * warp_count()) {
+    for (int t0 = 16 * warp_id(); t0 < CHUNK; t0 += 16 * warp_count()) {
         unsigned k8[2][16] = {};  // rows t0 + group and t0 + group + 8
         float ks[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int t = t0 + group + 8 * i < count ? t0 + group + 8 * i : count - 1;
             const long long row = (slot0 + t) * a.nkv + kv;
-            row_words(a.kq + row * a.hd, a.hd, part, k8[i]);
+            if (t0 < count) row_words(a.kq + row * a.hd, a.hd, part, k8[i]);
             ks[i] = a.ks[row];
         }
         for (int j0 = 0; j0 < heads; j0 += 8) {
             unsigned q8[16] = {};  // of head j0 + group
             if (j0 + group < heads) row_words(sh.q8 + (j0 + group) * a.hd, a.hd, part, q8);
-            int dots[4] = {0, 0, 0, 0};
+            int dots[4] = {DOT_BIAS, DOT_BIAS, DOT_BIAS, DOT_BIAS};
 #pragma unroll
             for (int step = 0; step < 8; step++) {
                 if (32 * step < a.hd) {
@@ -139,145 +140,7 @@ DEVICE void chunk_scores(const AttentionArgs &a, const AttentionShared &sh, long
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int j = j0 + 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
-                if (j < heads && t < count) sh.s[j * CHUNK + t] = (float)dots[i] * (sh.qs[j] * ks[i / 2]);
-            }
-        }
-    }
-}
-
-#if KESTREL_FAST
-
-// Scores to weights of one chunk by its overall maximum; the sum of exponentials in c[0], the maximum in max[count -
-// 1]. A warp to a head.
-DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
-    const int lane = lane_id();
-    for (int j = warp_id(); j < heads; j += warp_count()) {
-        float *const s = sh.s + j * CHUNK, *const w = sh.w + j * CHUNK;
-        float m = MINUS_INFINITY, l = 0.0f;
-        for (int t = lane; t < count; t += 32) m = fmaxf(m, s[t]);
-        for (int step = 16; step > 0; step >>= 1) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, step));
-        for (int t = lane; t < count; t += 32) {
-            const float p = exp_form(s[t] - m);
-            l += p;
-            w[t] = p * a.vs[(slot0 + t) * a.nkv + kv];
-        }
-        l = warp_sum_f32(l);
-        if (lane < CHUNK / 32) sh.moved[j * (CHUNK / 32) + lane] = 0u;
-        if (lane == 0) {
-            sh.c[j * CHUNK] = l;
-            sh.max[j * CHUNK + count - 1] = m;
-        }
-    }
-}
-
-DEVICE float chunk_sum(const float *, const float *c, const unsigned *, int) { return c[0]; }
-
-#else
-
-// From scores and running maxima: p (over s), w, c and the bits of `moved`. Ends without a barrier.
-DEVICE void chunk_exponentials(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count,
-                               int heads) {
-    for (int i = threadIdx.x; i < heads * CHUNK; i += blockDim.x) {  // CHUNK is a multiple of 32: a warp stays in one head
-        const int t = i % CHUNK;
-        bool moved = false;
-        if (t < count) {
-            const float s = sh.s[i], m = sh.max[i];
-            const float m_before = t == 0 ? MINUS_INFINITY : sh.max[i - 1];
-            moved = s > m_before;
-            if (moved) sh.c[i] = exp_form(m_before - s);
-            const float p = exp_form(s - m);
-            sh.s[i] = p;
-            sh.w[i] = p * a.vs[(slot0 + t) * a.nkv + kv];
-        }
-        const unsigned bits = __ballot_sync(FULL_WARP, moved);
-        if (lane_id() == 0) sh.moved[i / 32] = bits;
-    }
-}
-
-// The sum of exponentials of one head over a chunk. Loads run ahead of the chain by 16 positions.
-DEVICE float chunk_sum(const float *p, const float *c, const unsigned *moved, int count) {
-    float l = 0.0f;
-#pragma unroll 1
-    for (int t0 = 0; t0 < count; t0 += 16) {
-        const unsigned bits = moved[t0 / 32] >> (t0 % 32) & 0xffffu;
-        if (bits == 0 && t0 + 16 <= count) {
-            l = ordered_sum(p + t0, 16, l);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < 16 && t0 + i < count; i++) {
-                if (bits >> i & 1u) l *= c[t0 + i];
-                l += p[t0 + i];
-            }
-        }
-    }
-    return l;
-}
-
-// Scores to weights of one chunk.
-DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, long long slot0, int kv, int count, int heads) {
-    for (int j = warp_id(); j < heads; j += warp_count())
-        warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, MINUS_INFINITY);
-    __syncthreads();
-    chunk_exponentials(a, sh, slot0, kv, count, heads);
-}
-
-#endif
-
-// DIMS neighbouring elements of V at one position, as floats.
-template <int DIMS> DEVICE void value_floats(const signed char *v, float *x) {
-    const int raw = DIMS == 4 ? *(const int *)v : (int)*(const unsigned short *)v;
-#pragma unroll
-    for (int d = 0; d < DIMS; d++) x[d] = (float)(signed char)(raw >> (8 * d));
-}
-
-// acc of DIMS neighbouring elements of HPT neighbouring heads over a chunk: the heads share the conversion of V to
-// float. v: the elements at position 0, rows `pitch` apart; w, c, moved: of the first head. Positions go by eight,
-// whose loads are in flight together unless a maximum moves there.
-template <int DIMS, int HPT>
-DEVICE void chunk_values(const signed char *v, int pitch, const float *w, const float *c, const unsigned *moved, int count,
-                         float (*acc)[DIMS]) {
-#pragma unroll
-    for (int h = 0; h < HPT; h++) {
-#pragma unroll
-        for (int d = 0; d < DIMS; d++) acc[h][d] = 0.0f;
-    }
-#pragma unroll 1
-    for (int t0 = 0; t0 < count; t0 += 8) {
-        unsigned bits[HPT], any = 0;
-#pragma unroll
-        for (int h = 0; h < HPT; h++) {
-            bits[h] = moved[h * (CHUNK / 32) + t0 / 32] >> (t0 % 32) & 0xffu;
-            any |= bits[h];
-        }
-        if (any == 0 && t0 + 8 <= count) {
-            float x[8][DIMS];
-#pragma unroll
-            for (int i = 0; i < 8; i++) value_floats<DIMS>(v + (t0 + i) * pitch, x[i]);
-#pragma unroll
-            for (int h = 0; h < HPT; h++) {
-                const float4 lo = *(const float4 *)(w + h * CHUNK + t0), hi = *(const float4 *)(w + h * CHUNK + t0 + 4);
-                const float weight[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-#pragma unroll
-                    for (int d = 0; d < DIMS; d++) acc[h][d] = fma_f32(weight[i], x[i][d], acc[h][d]);
-                }
-            }
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < 8 && t0 + i < count; i++) {
-                float x[DIMS];
-                value_floats<DIMS>(v + (t0 + i) * pitch, x);
-#pragma unroll
-                for (int h = 0; h < HPT; h++) {
-                    const float weight = w[h * CHUNK + t0 + i];
-                    const float f = bits[h] >> i & 1u ? c[h * CHUNK + t0 + i] : 1.0f;
-#pragma unroll
-                    for (int d = 0; d < DIMS; d++) {
-                        if (bits[h] >> i & 1u) acc[h][d] *= f;
-                        acc[h][d] = fma_f32(weight, x[d], acc[h][d]);
-                    }
-                }
+                if (j < heads) sh.s[j * CHUNK + t] = t < count ? biased_dot(dots[i]) * (sh.qs[j] * ks[i / 2]) : MINUS_INFINITY;
             }
         }
     }
@@ -301,39 +164,52 @@ DEVICE float *partial_state(const AttentionArgs &a, int chunk, int m, int h) {
 
 #define MERGE_AHEAD 12  // chunks whose states a merging thread has in flight
 
+// What the merge of a head has in the place of its scores, f32[MERGE_ROUND] each.
+struct MergeShared {
+    float *s;       // maxima of the chunks, then their sums
+    float *max;     // running maximum up to and with the chunk
+    float *a, *b;   // factors of what is merged and of the chunk
+};
+
+DEVICE MergeShared merge_shared(const AttentionShared &sh, int j) {
+    float *const s = sh.s + j * CHUNK;
+    return {s, s + MERGE_ROUND, s + 2 * MERGE_ROUND, s + 3 * MERGE_ROUND};
+}
+
 // Merges the partial states of a row's chunks, left to right, into run and l.
 DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, int m, int h0, int heads, int chunks) {
     const int quads = a.hd / 4;
-    for (int c0 = 0; c0 < chunks; c0 += CHUNK) {
-        const int count = chunks - c0 < CHUNK ? chunks - c0 : CHUNK;
+    for (int c0 = 0; c0 < chunks; c0 += MERGE_ROUND) {
+        const int count = chunks - c0 < MERGE_ROUND ? chunks - c0 : MERGE_ROUND;
         // Running maxima and the factors of every step, a warp to a head.
         for (int j = warp_id(); j < heads; j += warp_count()) {
-            for (int c = lane_id(); c < count; c += 32) sh.s[j * CHUNK + c] = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd);
+            const MergeShared ms = merge_shared(sh, j);
+            for (int c = lane_id(); c < count; c += 32) ms.s[c] = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd);
             __syncwarp();
             const float before = c0 == 0 ? MINUS_INFINITY : sh.m[j];
-            warp_prefix_max(sh.s + j * CHUNK, sh.max + j * CHUNK, count, before);
+            warp_prefix_max(ms.s, ms.max, count, before);
             __syncwarp();
             for (int c = lane_id(); c < count; c += 32) {
                 const float sum = load_l2(partial_state(a, c0 + c, m, h0 + j) + a.hd + 1);
-                const float right = sh.s[j * CHUNK + c], merged = sh.max[j * CHUNK + c];
-                const float left = c == 0 ? before : sh.max[j * CHUNK + c - 1];
-                sh.c[j * CHUNK + c] = exp_form(left - merged);
-                sh.w[j * CHUNK + c] = exp_form(right - merged);
-                sh.s[j * CHUNK + c] = sum;
+                const float right = ms.s[c], merged = ms.max[c];
+                const float left = c == 0 ? before : ms.max[c - 1];
+                ms.a[c] = exp_form(left - merged);
+                ms.b[c] = exp_form(right - merged);
+                ms.s[c] = sum;
             }
             __syncwarp();
-            if (lane_id() == 0) sh.m[j] = sh.max[j * CHUNK + count - 1];
+            if (lane_id() == 0) sh.m[j] = ms.max[count - 1];
         }
         __syncthreads();
         for (int item = threadIdx.x; item < heads * quads + heads; item += blockDim.x) {
             const bool is_sum = item >= heads * quads;
             const int j = is_sum ? item - heads * quads : item / quads;
-            const float *const fa = sh.c + j * CHUNK, *const fb = sh.w + j * CHUNK;
+            const MergeShared ms = merge_shared(sh, j);
             if (is_sum) {
                 float l = sh.l[j];
                 for (int c = 0; c < count; c++) {
-                    const float right = sh.s[j * CHUNK + c];
-                    l = c0 + c == 0 ? right : merge_one(l, right, fa[c], fb[c]);
+                    const float right = ms.s[c];
+                    l = c0 + c == 0 ? right : merge_one(l, right, ms.a[c], ms.b[c]);
                 }
                 sh.l[j] = l;
             } else {
@@ -351,7 +227,7 @@ DEVICE void merge_partials(const AttentionArgs &a, const AttentionShared &sh, in
 #pragma unroll
                     for (int i = 0; i < MERGE_AHEAD; i++) {
                         const int c = b0 + i;
-                        if (c < count) acc = c0 + c == 0 ? right[i] : merge_four(acc, right[i], fa[c], fb[c]);
+                        if (c < count) acc = c0 + c == 0 ? right[i] : merge_four(acc, right[i], ms.a[c], ms.b[c]);
                     }
                 }
                 *run = acc;

@@ -2,8 +2,8 @@
 // heads of one KV head (a head group), from the raw Q, K and V rows on. The last block of a head group to be done merges its
 // chunks left to right and quantises the result: nobody waits for another block, and no launch has to end before the next one
 // merges. Where chunks are many, few blocks would have much to read: then attention_merge.cu merges in a launch of its own.
-#include "attention_chains.cuh"
 #include "attention_result.cuh"
+#include "attention_states.cuh"
 #include "warp_rows.cuh"
 
 // Query heads of a unit, as a power of two: fewer, and so more units, as long as every unit finds a block of its own. Any
@@ -58,7 +58,7 @@ DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float 
 }
 
 #define MERGE_GROUP 8
-#define MERGE_PITCH (3 * UNIT_PITCH / 4)          // f32[4] of a head: those of all heads take the place of w, c and p
+#define MERGE_PITCH 64                            // f32[4] of a head: those of all fit the place of K and V of any hd
 #define MERGE_CHUNKS (MERGE_PITCH - MERGE_GROUP)  // of a round: what lies behind the last one is read, too
 
 // Neighbouring chunks of a merge: four elements of their states.
@@ -112,7 +112,7 @@ DEVICE void merge_factors(float2 end, const float *end_at, long long stride, int
 template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShared &sh, const Unit &u, float *merged) {
     const int pitch = a.hd + 4, items = u.heads * (a.hd / 4);
     const long long stride = (long long)a.nh * pitch;  // floats from chunk to chunk
-    float4 *const factors = (float4 *)sh.w;            // [heads, MERGE_PITCH]
+    float4 *const factors = sh.factors;                // [heads, MERGE_PITCH]
     const int made = UNIT_WARPS - 1 - warp_id();       // the head whose factors this warp makes: the first ones have states
     const float *const states = partial_state(a, 0, 0, u.h0);
 #pragma unroll 1
@@ -180,10 +180,12 @@ DEVICE void merge_items(const AttentionStageArgs &st, const UnitShared &sh, Unit
     }
 }
 
-template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
+// HD: the head size, where it is known. W: words of a head of 16 * W elements.
+template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &st, unsigned char *shared, int block, int blocks) {
     const AttentionArgs &a = st.attn;
-    const UnitShared sh = unit_shared(shared, a.hd, 16 * W);
-    touch_exp_table();
+    const int hd = HD != 0 ? HD : a.hd;
+    const UnitShared sh = unit_shared(shared, hd);
+    copy_exp_table(sh.exp_table);
     const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
     Unit u;
     u.pos = pos;
@@ -193,30 +195,25 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     const int HS = cut.HS;
     u.slots = cut.slots;
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
-    const UnitQuads quads = unit_quads(HS, a.hd);
-    const float inverse_hd = 1.0f / (float)a.hd;
+    const float inverse_hd = 1.0f / (float)hd;
     const bool maker = unit_makers(HS) == 0 || warp_id() < unit_makers(HS);  // of rows, which come from the launch before
     bool waited = false;
     int item = block;
 #pragma unroll 1
     for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
         take_item(u, cut, item);
+        UnitRows fetched = unit_rows(unit_makers(HS), hd);
+        UnitScales scales = unit_scales(a, u, u.slot);
+        unit_fetch<false>(a, sh, hd, fetched, u, u.slot);
+        unit_fetch<true>(a, sh, hd, fetched, u, u.slot);
+        fetched = unit_rows(0, hd);
 #pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
-            const int begin = chunk * CHUNK;
-            const int count = pos + 1 - begin < CHUNK ? pos + 1 - begin : CHUNK;
-            const int t_new = pos - begin;  // past the chunk unless it is the last
-            const int cached = t_new < CHUNK ? t_new : CHUNK;
-            const long long slot0 = u.base + begin;
+            const int next = chunk + u.slots;
+            const int t_new = pos - chunk * CHUNK;  // past the chunk unless it is the last
+            const int count = t_new < CHUNK ? t_new + 1 : CHUNK;
             float *states = u.chunks == 1 ? sh.s : partial_state(a, chunk, 0, u.h0);  // alone, in the place of its scores
             settle(states);  // ahead of the wait
-            unit_fetch(a, sh, 16 * W, quads, slot0, u.kv, cached);
-            float ks = 0.0f, vs = 0.0f;
-            if ((int)threadIdx.x < cached) {
-                const long long row = (slot0 + threadIdx.x) * a.nkv + u.kv;
-                ks = load_l2(a.ks + row);
-                vs = load_l2(a.vs + row);
-            }
             if (chunk == u.slot) {
                 const bool has_new =
                     u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
@@ -233,7 +230,7 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                         waited = true;
                     }
                 }
-                RowValues<W / 4> x = unit_row_load<W / 4>(source, a.hd);
+                RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
 #pragma unroll 1
                 for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
                     RowWeights<W / 4> weights = first_weights;
@@ -243,38 +240,39 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
                     }
                     unit_row(st, sh, u, HS, row, x, weights, inverse_hd, t_new, u.slot == 0, has_new && u.first_of_kv);
                 }
+            } else if (t_new < CHUNK) {
+                unit_place_row(sh, hd, t_new);
             }
-            if ((int)threadIdx.x < cached) sh.ks[threadIdx.x] = ks;  // not earlier: it may take long to come
-            if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = vs;
-            unit_transpose(sh, 16 * W, a.hd, quads, cached);
-            if (!waited) {  // V is turned ahead of the wait
+            if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
+            if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
+            copy_wait_closed();  // K
+            if (!waited) {
                 start_next();
                 wait_for_previous();
                 waited = true;
             }
             __syncthreads();
-            if (t_new < CHUNK) {  // the new row takes its place
-                unit_place_value(sh, 16 * W, a.hd, t_new);
-                if (chunk != u.slot) {  // its K has not been there since the row was made
-                    if ((int)threadIdx.x == t_new) {
-                        sh.ks[t_new] = sh.new_scale[0];
-                        sh.vs[t_new] = sh.new_scale[1];
-                    }
-                    for (int e = threadIdx.x; e < a.hd; e += UNIT_THREADS)
-                        sh.k8[unit_place(a.hd, t_new, e / 16) + e % 16] = sh.new_row[e];
-                    __syncthreads();
-                }
-            }
-            if (HS == 1) {
-                unit_softmax_one(sh, count, unit_score(sh, a.hd, threadIdx.x));
-            } else {
-                unit_scores<W>(sh, HS, a.hd, count);
-                __syncthreads();
-                unit_softmax_many(sh, HS, count, (count + UNIT_STEP - 1) / UNIT_STEP * UNIT_STEP);
-            }
+            float score = 0.0f;
+            if (HS == 1)
+                score = unit_score_one(sh, hd, count);
+            else
+                unit_scores<W>(sh, hd, count);
             __syncthreads();
-            unit_states<16 * W>(a, sh, u, HS, count, states);
+            scales = unit_scales(a, u, next);
+            unit_fetch<false>(a, sh, hd, fetched, u, next);  // K has done its work, and V has when the states are made
+            if (HS == UNIT_HEADS)
+                unit_soften_all(sh);
+            else if (HS == 4)
+                unit_soften_some<4>(sh);
+            else if (HS == 2)
+                unit_soften_some<2>(sh);
+            else
+                unit_soften_one(sh, score);
+            copy_wait_closed();  // V
             __syncthreads();
+            unit_states<W>(sh, u, HS, hd, states);
+            __syncthreads();
+            unit_fetch<true>(a, sh, hd, fetched, u, next);
         }
         if (u.chunks == 1) {
             store_unit(st, u, sh.s);
@@ -284,12 +282,16 @@ template <int W> DEVICE void attention_stage(const AttentionStageArgs &st, unsig
     if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
 }
 
-// 256 threads. Dynamic shared: UnitShared. For head sizes up to 128, and up to 256.
+// 256 threads. Dynamic shared: UnitShared. For head sizes of 128, up to 128, and up to 256.
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_stage<8, 128>(a, shared, blockIdx.x, gridDim.x);
+}
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
-    attention_stage<8>(a, shared, blockIdx.x, gridDim.x);
+    attention_stage<8, 0>(a, shared, blockIdx.x, gridDim.x);
 }
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 1) void FORM(k_attn_stage_wide)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
-    attention_stage<16>(a, shared, blockIdx.x, gridDim.x);
+    attention_stage<16, 0>(a, shared, blockIdx.x, gridDim.x);
 }

@@ -1,6 +1,6 @@
 // One unit of the attention stage: a chunk of 256 positions for up to HS query heads of one KV head, from the raw rows
-// that the QKV product left to the unit's partial state (contract sections 4 to 7). A block is 256 threads: a thread to a
-// position where positions are independent, a thread to an element of the head where sums are chains.
+// that the QKV product left to the unit's partial state (contract sections 4 to 7), by a block of 256 threads. Here: its shared
+// memory, its rows and what it reads of the cache; attention_states.cuh has the rest.
 #pragma once
 
 #include "attention_chunk.cuh"
@@ -10,35 +10,33 @@
 #define UNIT_HEADS 8                // query heads of a unit, at most
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
 #define UNIT_PITCH (CHUNK + 4)      // f32 of a head's positions: spreads the heads over the banks
-#define UNIT_STEP 32                // the chains take so many positions at a time: rows end in idle ones up to that
 
 // Shared memory of a block; kestrel/launch.py computes the same size. HS is the heads of the unit at hand.
 struct UnitShared {
-    float *s;              // f32[HS, UNIT_PITCH]: scores
+    float *s;              // f32[HS, UNIT_PITCH]: scores, -inf past the chunk's positions
+    float *p;              // f32[HS, UNIT_PITCH]: exponentials, for less than eight heads
     float *squares;        // in its place, while rows are made: f32[UNIT_ROWS, hd rounded up to 64, + 4]
     float *angle;          // f32[hd]: cosines, then sines
     float *ks, *vs;        // f32[CHUNK]; vs is +0 past the chunk's positions
     float *qs;             // f32[HS]
     float *new_scale;      // f32[2]: ks and vs of the new row
     unsigned *arrived;     // u32[1]: of last_block_to_arrive
-    float *max;            // f32[HS]: maximum of the chunk
-    unsigned *totals;      // u32[UNIT_WARPS]: order_key of the maximum of the positions of each warp
-    unsigned *moved;       // u32[HS, CHUNK / 64]: bit i: the maximum moved at positions 2 * i or 2 * i + 1 of 64; for one
-                           // head u32[CHUNK / 32]: at position i of 32
+    float *max, *sum, *d;  // f32[HS]: maximum of the chunk; of eight heads sum of exponentials; scale of the codes
+    unsigned *totals;      // u32[UNIT_WARPS]: order_key of the maximum of the scores of each warp
+    unsigned *largest;     // u32[UNIT_WARPS]: magnitude of the largest weight of each warp
     signed char *q8;       // i8[HS, hd]
     signed char *new_row;  // i8[2, hd]: the new K and V row
-    signed char *v8;       // i8[CHUNK / 4, 4 * pitch], pitch the largest hd of the kernel; see unit_transpose
-    signed char *k8;       // i8[CHUNK, hd], units of 16 bytes at unit_place
-    // Where K was, once the scores are made:
-    float *w;              // f32[HS, UNIT_PITCH]: p * vs
-    float *c;              // f32[HS, UNIT_PITCH]: rescale factor, 1 where the maximum did not move
-    float *p;              // f32[HS, UNIT_PITCH]: exponentials; sixteen floats behind them are read, too
+    unsigned *codes;       // of the weights of V: attention_values.cuh
+    unsigned long long *exp_table;  // u64[64]: of exp_down
+    signed char *v8, *k8;  // i8[CHUNK, hd], units of 16 bytes at row_place
+    float4 *factors;       // in the place of both, while chunks merge: f32[HS, MERGE_PITCH, 4]
 };
 
-DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
+DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     const int squares = UNIT_ROWS * ((hd + 63) / 64 * 64 + 4), scores = UNIT_PITCH * UNIT_HEADS;
     UnitShared sh;
     sh.s = sh.squares = (float *)base;
+    sh.p = sh.s + UNIT_HEADS / 2 * UNIT_PITCH;  // there are no more than four heads then, nor are there of their states
     sh.angle = sh.s + (squares > scores ? squares : scores);
     sh.ks = sh.angle + hd;
     sh.vs = sh.ks + CHUNK;
@@ -46,15 +44,17 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd, int pitch) {
     sh.new_scale = sh.qs + UNIT_HEADS;
     sh.arrived = (unsigned *)(sh.new_scale + 2);
     sh.max = sh.new_scale + 4;
-    sh.totals = (unsigned *)(sh.max + UNIT_HEADS);
-    sh.moved = sh.totals + UNIT_WARPS;
-    sh.q8 = (signed char *)(sh.moved + UNIT_HEADS * (CHUNK / 64));
+    sh.sum = sh.max + UNIT_HEADS;
+    sh.d = sh.sum + UNIT_HEADS;
+    sh.totals = (unsigned *)(sh.d + UNIT_HEADS);
+    sh.largest = sh.totals + UNIT_WARPS;
+    sh.codes = sh.largest + UNIT_WARPS;
+    sh.exp_table = (unsigned long long *)(sh.codes + CODES_BYTES / 4);
+    sh.q8 = (signed char *)(sh.exp_table + 64);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
-    sh.k8 = sh.v8 + CHUNK * pitch;
-    sh.w = (float *)sh.k8;
-    sh.c = sh.w + scores;
-    sh.p = sh.c + scores;
+    sh.k8 = sh.v8 + CHUNK * hd;
+    sh.factors = (float4 *)sh.v8;
     return sh;
 }
 
@@ -67,109 +67,75 @@ struct Unit {
     long long base;      // cache slot of position 0
 };
 
-// Where unit `at` of 16 bytes of row t lies in sh.k8: rows of 64 and of 128 bytes change the order of their units, so that
-// eight lanes touch every bank once, both those of mma_s8, which read four units of two neighbouring rows, and those that
-// read the same unit of eight rows.
-DEVICE int unit_turn(int hd, int t) {
-    return (hd & 127) == 0 ? (t & 1) * 4 + (t >> 1 & 3) : hd == 64 ? t >> 1 & 3 : 0;
-}
-DEVICE int unit_place(int hd, int t, int at) { return t * hd + 16 * (at ^ unit_turn(hd, t)); }
-
-// The first warps make the rows, the others fetch K and V and turn V meanwhile: four positions (a quad) at a time, a lane
-// to 16 elements of them.
-struct UnitQuads {
-    int first, step;  // quads of this lane; first: past the last, if it has none
-    int at;           // its unit of 16 bytes in a row
-};
-
-// 0: every warp does both, in turn.
+// The first warps make the rows, the others fetch K and V meanwhile. 0: every warp does both, in turn.
 DEVICE int unit_makers(int HS) { return HS + 2 < UNIT_WARPS ? HS + 2 : 0; }
 
-DEVICE UnitQuads unit_quads(int HS, int hd) {
-    const int makers = unit_makers(HS);
+// Which rows of K and V a lane fetches, a unit of 16 bytes of each.
+struct UnitRows {
+    int first, step;  // first: past the last, if it has none
+    int at;           // its unit in a row
+};
+
+DEVICE UnitRows unit_rows(int makers, int hd) {
     const int units = hd / 16, rows = 32 / units, row = lane_id() / units;
-    UnitQuads q;
-    q.at = lane_id() - row * units;
-    q.step = (UNIT_WARPS - makers) * rows;
-    q.first = warp_id() < makers || row >= rows ? CHUNK / 4 : (warp_id() - makers) * rows + row;
-    return q;
+    UnitRows r;
+    r.at = lane_id() - row * units;
+    r.step = (UNIT_WARPS - makers) * rows;
+    r.first = warp_id() < makers || row >= rows ? CHUNK : (warp_id() - makers) * rows + row;
+    return r;
 }
 
-// Quads of a chunk with `cached` positions and, past them, the new one: in whole UNIT_STEPs.
-DEVICE int unit_quads_end(int cached) {
-    const int quads = (cached + UNIT_STEP) / UNIT_STEP * (UNIT_STEP / 4);
-    return quads < CHUNK / 4 ? quads : CHUNK / 4;
+// Positions of a chunk that are cached: all, but for the new one and what lies behind it.
+DEVICE int unit_cached(const Unit &u, int chunk) {
+    const int left = u.pos - chunk * CHUNK;
+    return left < CHUNK ? left : CHUNK;
 }
 
-// K and V rows of the chunk that begins at cache slot `slot0`, as far as they are cached, on their way to shared memory;
-// allowed before the stage's wait, because earlier steps wrote them. V rows past them are +0.
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int pitch, const UnitQuads &q, long long slot0, int kv,
-                       int cached) {
-    const int stride = a.nkv * a.hd, end = unit_quads_end(cached);
-    const long long start = slot0 * stride + kv * a.hd + 16 * q.at;
-#pragma unroll 1
-    for (int quad = q.first; quad < end; quad += q.step) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int t = 4 * quad + i;
-            if (t < cached) {
-                const long long from = start + t * stride;
-                copy_async_16(sh.k8 + unit_place(a.hd, t, q.at), a.kq + from);
-                copy_async_16(sh.v8 + t * pitch + 16 * q.at, a.vq + from);
-            } else {
-                *(uint4 *)(sh.v8 + t * pitch + 16 * q.at) = make_uint4(0, 0, 0, 0);
-            }
-        }
+// K, or V, of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory as a set of copies; allowed
+// before the stage's wait, because earlier steps wrote it. What lies past it has codes of 0, or scores that nobody reads.
+template <bool VALUES>
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const UnitRows &r, const Unit &u, int chunk) {
+    const int cached = unit_cached(u, chunk);
+    const int stride = a.nkv * hd;
+    const signed char *const rows = (VALUES ? a.vq : a.kq) + (u.base + chunk * CHUNK) * stride + u.kv * hd + 16 * r.at;
+    signed char *const to = VALUES ? sh.v8 : sh.k8;
+    unsigned from = r.first * stride;  // of rows
+#pragma unroll 4
+    for (int t = r.first; t < cached; t += r.step, from += r.step * stride)
+        copy_async_16(to + row_place(hd, t, r.at), rows + from);
+    copy_close();
+}
+
+// Scales of this thread's position of a chunk, +0 where it is not cached; likewise allowed before the wait.
+struct UnitScales {
+    float k, v;
+};
+
+DEVICE UnitScales unit_scales(const AttentionArgs &a, const Unit &u, int chunk) {
+    UnitScales scales = {0.0f, 0.0f};
+    if ((int)threadIdx.x < unit_cached(u, chunk)) {
+        const long long row = (u.base + chunk * CHUNK + threadIdx.x) * a.nkv + u.kv;
+        scales.k = load_l2(a.ks + row);
+        scales.v = load_l2(a.vs + row);
     }
+    return scales;
 }
 
-// Where four positions of an element lie together: in rows of 4 * pitch bytes, one for each four positions, word `at`
-// holds element (at % (hd/4)) / 4 * 16 + at / (hd/4) * 4 + at % 4. An order in which the transposition meets no bank twice.
-DEVICE int unit_element_at(int at, int hd) {
-    const int quarter = hd / 4, which = (at >= quarter) + (at >= 2 * quarter) + (at >= 3 * quarter);
-    return (at - which * quarter) / 4 * 16 + which * 4 + at % 4;
+// Where element e of the new row, 0: K, 1: V, lies at position t.
+DEVICE signed char *unit_new_element(const UnitShared &sh, int hd, int row, int t, int e) {
+    return (row == 0 ? sh.k8 : sh.v8) + row_place(hd, t, e / 16) + e % 16;
 }
-DEVICE int unit_word_of(int e, int hd) { return (e >> 2 & 3) * (hd >> 2) + (e >> 4) * 4 + (e & 3); }
 
-// V bytes are kept plus 128, so that a byte is a float's lowest significand bits (value_float).
-#define VALUE_BIAS 0x80808080u
-
-// Waits for the lane's copies and turns V from rows of a position to words of an element's four positions, in place: one
-// load then gives a chain four terms.
-DEVICE void unit_transpose(const UnitShared &sh, int pitch, int hd, const UnitQuads &q, int cached) {
-    copy_wait_all();
-    const int units = hd / 16, end = unit_quads_end(cached);
-#pragma unroll 1
-    for (int quad = q.first; __any_sync(FULL_WARP, quad < end); quad += q.step) {  // whole warps
-        signed char *const row = sh.v8 + 4 * quad * pitch;
-        uint4 r[4] = {};
-        if (quad < end) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) r[i] = *(const uint4 *)(row + i * pitch + 16 * q.at);
-        }
-        __syncwarp();
-        if (quad < end) {
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const unsigned a = k == 0 ? r[0].x : k == 1 ? r[0].y : k == 2 ? r[0].z : r[0].w;
-                const unsigned b = k == 0 ? r[1].x : k == 1 ? r[1].y : k == 2 ? r[1].z : r[1].w;
-                const unsigned c = k == 0 ? r[2].x : k == 1 ? r[2].y : k == 2 ? r[2].z : r[2].w;
-                const unsigned d = k == 0 ? r[3].x : k == 1 ? r[3].y : k == 2 ? r[3].z : r[3].w;
-                const unsigned ab0 = __byte_perm(a, b, 0x5140), ab1 = __byte_perm(a, b, 0x7362);
-                const unsigned cd0 = __byte_perm(c, d, 0x5140), cd1 = __byte_perm(c, d, 0x7362);
-                ((uint4 *)row)[k * units + q.at] =
-                    make_uint4(__byte_perm(ab0, cd0, 0x5410) ^ VALUE_BIAS, __byte_perm(ab0, cd0, 0x7632) ^ VALUE_BIAS,
-                               __byte_perm(ab1, cd1, 0x5410) ^ VALUE_BIAS, __byte_perm(ab1, cd1, 0x7632) ^ VALUE_BIAS);
-            }
-        }
-        __syncwarp();
+// The new row takes its place in a chunk behind the one that it was made in.
+DEVICE void unit_place_row(const UnitShared &sh, int hd, int t) {
+    for (int e = threadIdx.x; e < 2 * hd; e += UNIT_THREADS) {
+        const int row = e >= hd;
+        *unit_new_element(sh, hd, row, t, e - row * hd) = sh.new_row[e];
     }
-}
-
-// The new V row takes its place among the transposed ones; a thread to an element, barriers around it are the caller's.
-DEVICE void unit_place_value(const UnitShared &sh, int pitch, int hd, int t) {
-    const int e = threadIdx.x;
-    if (e < hd) sh.v8[(t & ~3) * pitch + 4 * unit_word_of(e, hd) + (t & 3)] = (signed char)(sh.new_row[hd + e] ^ 0x80);
+    if (threadIdx.x == 0) {
+        sh.ks[t] = sh.new_scale[0];
+        sh.vs[t] = sh.new_scale[1];
+    }
 }
 
 // A lane holds N neighbouring pairs (e, e + hd/2) of a row, 2 or 4, so hd <= 64 * N: which are its elements.
@@ -257,7 +223,7 @@ template <int N> DEVICE RowValues<N> unit_row_load(const RowSource &source, int 
 }
 
 // Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
-// row, quantised; K also goes to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's part of the
+// row, quantised; both also go to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's part of the
 // raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
 template <int N>
 DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row, const RowValues<N> &x,
@@ -325,9 +291,9 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
         const unsigned c0 = a8_codes(x0, scale), c1 = a8_codes(x1, scale);
         put_codes(codes, c0, x0);
         put_codes(codes + half, c1, x1);
-        if (here && !is_v) {
-            put_codes(sh.k8 + unit_place(hd, t_new, e / 16) + e % 16, c0, x0);
-            put_codes(sh.k8 + unit_place(hd, t_new, (e + half) / 16) + (e + half) % 16, c1, x1);
+        if (here) {
+            put_codes(unit_new_element(sh, hd, row - HS, t_new, e), c0, x0);
+            put_codes(unit_new_element(sh, hd, row - HS, t_new, e + half), c1, x1);
         }
         if (!is_q && store_new) {
             signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd + e;

@@ -1,6 +1,6 @@
-// Primitives of the numerics contract, one text for NVRTC, for g++ (the C++ reference and the kernels run on the
-// CPU): bit casts, fused multiply-add, lane sums, f16 and bf16 decode, a8. Builtin types only: NVRTC has no headers.
-// Everything is static, so that a copy compiled with AVX flags never serves a file compiled without them.
+// Primitives of the numerics contract, one text for NVRTC, for g++ (the C++ reference and the kernels run on the CPU): bit
+// casts, fused multiply-add, lane sums, f16 and bf16 decode, a8, the codes of V's weights. Builtin types only: NVRTC has
+// no headers. Everything is static, so that a copy compiled with AVX flags never serves a file compiled without them.
 #pragma once
 
 #if defined(__CUDACC_RTC__) || defined(__CUDA_ARCH__)
@@ -121,3 +121,34 @@ KESTREL_FN int a8_code(float x, float inv) {
     return (int)(r > 127.0f ? 127.0f : r < -127.0f ? -127.0f : r);
 }
 #endif
+
+// Section 7. What a, as the integer max of bits(w) & 0x7fffffff, decides for the weights w of V in a chunk.
+struct ValueScale {
+    float d;   // what one unit of a sum of codes times V stands for
+    float up;  // 1 / d, a power of two; 0 when every code is 0
+    int zero;  // 1: every code is 0, w is not to be looked at
+};
+
+KESTREL_FN ValueScale value_scale(unsigned a) {
+    ValueScale s;
+    s.up = 0.0f;
+    s.zero = 1;
+    if (a >= KESTREL_INF_BITS) {  // a NaN or an infinity among the weights: carried by d alone
+        s.d = f32_from_bits(a > KESTREL_INF_BITS ? KESTREL_NAN_BITS : KESTREL_INF_BITS);
+    } else if (a < 0x0d800000u) {  // all below 2^-100
+        s.d = 0.0f;
+    } else {
+        const unsigned e = a >> 23;  // 27..254: both exponents below are those of normal numbers
+        s.d = f32_from_bits((e - 141u + 127u) << 23);
+        s.up = f32_from_bits((141u - e + 127u) << 23);
+        s.zero = 0;
+    }
+    return s;
+}
+
+// Section 7. One code. |w * up| is below 2^15, so 1.5 * 2^23 pushes the fraction out of the significand with rounding to
+// nearest even; the low bits of what is left are the integer. Only the largest weights can round to 32768.
+KESTREL_FN int value_code(float w, float up) {
+    const int code = (int)f32_bits(w * up + 12582912.0f) - 0x4b400000;
+    return code < 32767 ? code : 32767;
+}

@@ -90,6 +90,13 @@ DEVICE unsigned arrive(unsigned *counter, unsigned last) {
     return before;
 }
 
+// The larger one; NaN if one is NaN.
+DEVICE float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
 // value itself not later than here.
 DEVICE void settle(int &v) { asm volatile("" : "+r"(v)); }
@@ -104,6 +111,24 @@ DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same with A unsigned.
+DEVICE void mma_u8_s8(int *d, const unsigned *a, const unsigned *b) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four matrices of 8 rows of 16 bytes of shared memory, by a warp: lane 8q+r names row r of matrix q. Lane 4g+c gets of each
+// one word: halves g of rows 2c and 2c+1.
+DEVICE void load_halves(unsigned *words, const void *row) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(at)
+                 : "memory");
+}
+
 // c + sum of four products, bytes of a unsigned, of b signed.
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
     int d;
@@ -111,12 +136,15 @@ DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
     return d;
 }
 
-// Copies 16 bytes from global to shared memory; visible after copy_wait_all and a barrier.
+// Copies 16 bytes from global to shared memory; visible after a wait and a barrier. copy_close ends a set of a thread's copies,
+// of none, too; copy_wait_closed waits for all sets but the last.
 DEVICE void copy_async_16(void *shared, const void *global) {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void copy_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_closed() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 // Bulk copies of weights, by a warp: one lane asks, and a unit of its own moves the bytes to shared memory. That takes no
 // registers. But loads asked for behind them come behind them. All lanes call all four. A gate is u64[1] of shared memory,
 // opened once; bulk_expect says how many bytes the bulk_copy calls behind it will bring (multiples of 16, both ends aligned
@@ -209,16 +237,22 @@ DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
+DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
 template <class T> DEVICE void settle(T *&) {}
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
     for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 0xffu) * (int)(signed char)(b >> i);
     return c;
 }
-DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma_s8(SIMT_SITE, d, a, b); }
-// As late as the GPU may copy: a missing wait leaves the poison of shared memory in place.
+DEVICE void mma_s8(int *d, const unsigned *a, const unsigned *b) { simt::mma(SIMT_SITE, simt::Collective::mma_s8, d, a, b); }
+DEVICE void mma_u8_s8(int *d, const unsigned *a, const unsigned *b) {
+    simt::mma(SIMT_SITE, simt::Collective::mma_u8_s8, d, a, b);
+}
+DEVICE void load_halves(unsigned *words, const void *row) { simt::load_halves(SIMT_SITE, words, row); }
 DEVICE void copy_async_16(void *shared, const void *global) { simt::copy_async(shared, global, 16); }
 DEVICE void copy_wait_all() { simt::copy_wait_all(); }
+DEVICE void copy_close() { simt::copy_close(); }
+DEVICE void copy_wait_closed() { simt::copy_wait_closed(); }
 DEVICE void prefetch_l2(const void *) {}
 DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}

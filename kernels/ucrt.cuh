@@ -26,7 +26,8 @@ KESTREL_CONST unsigned long long EXPF_UCRT_TABLE[64] = {
     0x3ffea4afa2a490daull, 0x3ffefa1bee615a27ull, 0x3fff50765b6e4540ull, 0x3fffa7c1819e90d8ull,
 };
 
-KESTREL_FN float expf_ucrt(float x) {
+// expf_ucrt of x from -104 to 88.7228394, and some NaN of a NaN. table: EXPF_UCRT_TABLE or a copy.
+KESTREL_FN float expf_ucrt_within(float x, const unsigned long long *table) {
     const double xd = (double)x;
     // x = n * ln2/64 + r, |r| <= ln2/128; n is rounded by pushing the fraction out of the significand, whose low bits
     // are n then. Conversions would take longer, and so would branches around the values outside of the range.
@@ -36,9 +37,13 @@ KESTREL_FN float expf_ucrt(float x) {
     const double z = r * r;
     // exp(r) - 1 = r + z/2 + z*r/6
     const double p = fma_f64(fma_f64(r, f64_from_bits(0x3fc5555555555555ull), 0.5), z, r);
-    const double t = f64_from_bits(EXPF_UCRT_TABLE[n & 63]);
-    const double two_m = f64_from_bits((unsigned long long)(unsigned)((n >> 6) + 0x3ff) << 52);
-    float y = (float)(two_m * fma_f64(t, p, t));
+    // 2^floor(n/64) goes into the exponent of t: a factor that rounds nothing.
+    const double t = f64_from_bits(table[n & 63] + ((unsigned long long)(unsigned)(n >> 6) << 52));
+    return (float)fma_f64(t, p, t);
+}
+
+KESTREL_FN float expf_ucrt(float x) {
+    float y = expf_ucrt_within(x, EXPF_UCRT_TABLE);
     y = x > 88.7228394f ? f32_from_bits(KESTREL_INF_BITS) : y;
     y = x < -104.0f ? 0.0f : y;
     return x != x ? f32_from_bits(KESTREL_NAN_BITS) : y;

@@ -20,6 +20,8 @@ Dim3 = tuple[int, int, int]
 
 ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
+CODES_BYTES = 8 * (32 + 4) * 16  # of V's weights of eight heads in a chunk, as in kernels/attention_values.cuh
+EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
 LONG_TILES = 256  # of a row whose hash many blocks share, as in kernels/l2_hash.cu
@@ -39,6 +41,8 @@ MATRIX_STAGES = (
 )
 # Gate, up and SwiGLU: q4local, behind the norm, or any weights.
 GATE_UP_STAGES = ("k_norm_gate_up", "k_gate_up_any")
+# Attention: heads of up to 128 elements, of exactly so many, and of up to 256.
+ATTENTION_STAGES = ("k_attn_stage", "k_attn_stage_128", "k_attn_stage_wide")
 # Of experts: q4local, or any weights.
 EXPERT_STAGES = ("k_moe_gate_up", "k_moe_gate_up_any", "k_moe_down", "k_moe_down_any")
 
@@ -98,8 +102,7 @@ PROGRAMMATIC = frozenset(
         "k_embed",
         "k_norm_a8",
         *(name for name in MATRIX_STAGES if not name.startswith("k_head")),  # they want L1, not shared memory
-        "k_attn_stage",
-        "k_attn_stage_wide",
+        *ATTENTION_STAGES,
         "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
@@ -120,8 +123,7 @@ STARTS_NEXT_FIRST = frozenset(
         "k_norm_a8",
         *(name for name in MATRIX_STAGES if name.startswith("k_norm_")),
         "k_matmul_add_q4",
-        "k_attn_stage",
-        "k_attn_stage_wide",
+        *ATTENTION_STAGES,
         "k_attn_merge",
         "k_norm_router",
         "k_norm_gate_up",
@@ -131,7 +133,7 @@ STARTS_NEXT_FIRST = frozenset(
 # The ones that read ahead of their wait what the kernel two before them wrote: the router's logits.
 READS_TWO_BEFORE = frozenset({"k_moe_down", "k_moe_down_any"})
 # And what was written before the step, whose first launch waits for everything: the position and the cache.
-READS_BEFORE_STEP = frozenset({"k_attn_stage", "k_attn_stage_wide", "k_attn_merge"})
+READS_BEFORE_STEP = frozenset({*ATTENTION_STAGES, "k_attn_merge"})
 
 
 @dataclass(frozen=True)
@@ -238,11 +240,8 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     heads, warps = 8, CHUNK // 32
     positions = CHUNK + 4  # UNIT_PITCH
     floats = max(positions * heads, (heads + 2) * (_round_up(head_dim, 64) + 4)) + head_dim + 2 * CHUNK
-    floats += heads + 4 + heads + warps + heads * CHUNK // 64
-    # w, c and p take the place of K; of p sixteen more are read.
-    keys = max(CHUNK * head_dim, 4 * (3 * positions * heads + 16))
-    values = CHUNK * (128 if head_dim <= 128 else 256)
-    return 4 * floats + (heads + 2) * head_dim + values + keys
+    floats += heads + 4 + 3 * heads + 2 * warps
+    return 4 * floats + CODES_BYTES + EXP_TABLE_BYTES + (heads + 2 + 2 * CHUNK) * head_dim
 
 
 def attention_merge_shared_bytes(threads: int) -> int:
@@ -252,8 +251,8 @@ def attention_merge_shared_bytes(threads: int) -> int:
 
 def attention_shared_bytes(heads: int, head_dim: int) -> int:
     """Dynamic shared memory of an attention block of ``heads`` query heads (``AttentionShared``)."""
-    floats = 4 * heads * CHUNK + 8 * heads + heads * head_dim + _round_up(5 * heads, 4) + 4
-    return (heads + CHUNK) * head_dim + 4 * floats
+    floats = heads * CHUNK + CHUNK + heads * head_dim + _round_up(6 * heads, 4) + 4
+    return (heads + CHUNK) * head_dim + _ceil(heads, 8) * CODES_BYTES + EXP_TABLE_BYTES + 4 * floats
 
 
 def router_shared_bytes(experts: int, chosen: int) -> int:
@@ -433,9 +432,7 @@ _FAST_ATTENTION = {
     "k_qk_norm_cpu": "k_qk_norm_fast",
     "k_rope": "k_rope_fast",
     "k_attn_decode_online": "k_attn_fast",
-    "k_attn_stage": "k_attn_stage_fast",
-    "k_attn_stage_wide": "k_attn_stage_wide_fast",
-    "k_attn_merge": "k_attn_merge_fast",
+    **{name: f"{name}_fast" for name in (*ATTENTION_STAGES, "k_attn_merge")},
 }
 
 

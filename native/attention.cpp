@@ -1,4 +1,4 @@
-// attention, contract section 7, as it is written there: one row and head at a time, one position after the other.
+// attention, contract section 7, as it is written there: one row and head at a time, one chunk after the other.
 #include "attention.h"
 
 #include "ops.h"
@@ -17,31 +17,38 @@ void quantize_query(const float *q, int hd, signed char *q8, float *qd) {
     for (int i = 0; i < hd; i++) q8[i] = static_cast<signed char>(s.zero ? 0 : a8_code(q[i], s.inv));
 }
 
+// The state of one head over `count` positions, which are a chunk or its beginning.
 void attend_chunk(const AttentionArgs &a, const signed char *q8, float qs, int64_t slot0, int count, int kv_head,
                   AttentionState *state) {
     const int hd = a.hd;
-    float *acc = state->acc;
-    float m = f32_from_bits(0xff800000u), l = 0.0f;
-    for (int i = 0; i < hd; i++) acc[i] = 0.0f;
+    const int64_t row0 = slot0 * a.nkv + kv_head;
+    float m = f32_from_bits(0xff800000u), s[kAttentionChunk], w[kAttentionChunk], lane[kSumLanes] = {};
     for (int t = 0; t < count; t++) {
-        const int64_t row = (slot0 + t) * a.nkv + kv_head;
-        const signed char *k8 = a.kq + row * hd, *v8 = a.vq + row * hd;
+        const int64_t row = row0 + static_cast<int64_t>(t) * a.nkv;
         int dot = 0;
-        for (int i = 0; i < hd; i++) dot += q8[i] * k8[i];
-        const float s = static_cast<float>(dot) * (qs * a.ks[row]);
-        if (s > m) {
-            const float c = expf_ucrt(m - s);
-            l *= c;
-            for (int i = 0; i < hd; i++) acc[i] *= c;
-            m = s;
-        }
-        const float p = expf_ucrt(s - m);
-        l += p;
-        const float w = p * a.vs[row];
-        for (int i = 0; i < hd; i++) acc[i] = fma_f32(w, static_cast<float>(v8[i]), acc[i]);
+        for (int i = 0; i < hd; i++) dot += q8[i] * a.kq[row * hd + i];
+        s[t] = static_cast<float>(dot) * (qs * a.ks[row]);
+        m = s[t] > m ? s[t] : m;
+    }
+    unsigned largest = 0;
+    for (int t = 0; t < count; t++) {
+        const float p = expf_ucrt(s[t] - m);
+        lane[t % kSumLanes] += p;
+        w[t] = p * a.vs[row0 + static_cast<int64_t>(t) * a.nkv];
+        const unsigned magnitude = f32_bits(w[t]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const ValueScale scale = value_scale(largest);
+    int code[kAttentionChunk];
+    for (int t = 0; t < count; t++) code[t] = scale.zero ? 0 : value_code(w[t], scale.up);
+    for (int i = 0; i < hd; i++) {
+        const signed char *v8 = a.vq + row0 * hd + i;
+        int sum = 0;
+        for (int t = 0; t < count; t++) sum += code[t] * v8[static_cast<int64_t>(t) * a.nkv * hd];
+        state->acc[i] = static_cast<float>(sum) * scale.d;
     }
     state->m = m;
-    state->l = l;
+    state->l = hsum32(lane);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 namespace kestrel {
 
 constexpr int kAttentionChunk = 256;  // positions, fixed by contract section 7
+constexpr int kSumLanes = 32;         // of the sum of a chunk's exponentials, too
 
 struct AttentionState {
     float m, l;

@@ -1,6 +1,5 @@
-// attention in vector form, contract section 7: the bits of the position-by-position loop, because dots are integers,
-// the running maximum is exact in any order, every exponential stands alone, and a rescale happens only where the
-// maximum moves. Only l and acc are chains over positions, and acc has hd of them.
+// attention in vector form, contract section 7: the bits of the scalar form, because dots, maxima and the sums over V are
+// integers or have no order, every exponential stands alone, and the 32 lanes of a chunk's sum are lanes here, too.
 #include "attention.h"
 #include "ops.h"
 #include "simd.h"
@@ -11,19 +10,21 @@ namespace {
 constexpr int kChunk = kAttentionChunk;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroup = 4;  // query heads that share a pass over their KV head
+constexpr int kBlock = 32;   // positions whose V rows stay in the first-level cache while the elements take turns
+constexpr int kElements = 2 * kLanes;  // of a head, in one vector of i16
 
-// What one query head knows of a chunk.
+// What one query head knows of a chunk. Behind the chunk's positions, up to a multiple of kSumLanes, stand zeros.
 struct HeadChunk {
-    alignas(64) float p[kChunk];  // first the scores, then the scores less the running maximum, then their exponentials
-    alignas(64) float w[kChunk];  // p * vs
-    alignas(64) float c[kChunk];  // the rescale at positions where the maximum moved, undefined elsewhere
+    alignas(64) float s[kChunk];  // the scores, then their exponentials p, then the weights p * vs
+    alignas(64) short code[kChunk];
+    float d;
 };
 
 struct Workspace {
     HeadChunk head[kMaxGroup];
     alignas(64) float ks[kChunk], vs[kChunk];
-    alignas(64) unsigned char moved[kChunk];  // bit g: the maximum of head g moved at this position
     alignas(64) signed char q8[kMaxGroup][kMaxHeadDim];
+    alignas(64) int sum[kMaxGroup][kMaxHeadDim];  // of codes times V
     float qs[kMaxGroup];
 };
 
@@ -72,97 +73,117 @@ inline __m256i dot_8_rows(const signed char *q8, const signed char *const *k8, i
     return sums_of_8(sum);
 }
 
-// Scores of one head, in h->p; positions count..next multiple of 16 get -inf.
-void score(const signed char *q8, float qs, const signed char *k8, int64_t k_stride, int hd, int count, const float *ks,
-           HeadChunk *h) {
-    const float lowest = -__builtin_inff();
+// Scores of `group` heads; the heads take turns within eight positions, while those lie in the first-level cache.
+void score(const signed char *k8, int64_t k_stride, int hd, int count, int group, Workspace *ws) {
     for (int t = 0; t < count; t += 8) {
         const signed char *rows[8];
         for (int i = 0; i < 8; i++) rows[i] = k8 + (t + i < count ? t + i : count - 1) * k_stride;
-        const __m256 dot = _mm256_cvtepi32_ps(dot_8_rows(q8, rows, hd));
-        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(qs), _mm256_load_ps(ks + t));
-        _mm256_store_ps(h->p + t, _mm256_mul_ps(dot, scale));
-    }
-    for (int t = count; t < kChunk && (t % kLanes != 0 || t == count); t++) h->p[t] = lowest;
-}
-
-// From scores to exponentials relative to the running maximum; marks where it moved. Returns the last maximum.
-float running_max_and_exp(int count, int bit, Workspace *ws) {
-    HeadChunk *h = &ws->head[bit];
-    float m = -__builtin_inff();
-    for (int t = 0; t < count; t += kLanes) {
-        const VF s = load(h->p + t);
-        if (greater(s, broadcast(m)) == 0) {  // a NaN moves nothing, as in s > m
-            store(h->p + t, sub(s, broadcast(m)));
-            continue;
-        }
-        for (int i = t; i < t + kLanes && i < count; i++) {
-            const float si = h->p[i];
-            if (si > m) {
-                h->c[i] = expf_ucrt(m - si);
-                ws->moved[i] = static_cast<unsigned char>(ws->moved[i] | 1u << bit);
-                m = si;
-            }
-            h->p[i] = si - m;
+        for (int g = 0; g < group; g++) {
+            const __m256 dot = _mm256_cvtepi32_ps(dot_8_rows(ws->q8[g], rows, hd));
+            const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(ws->qs[g]), _mm256_load_ps(ws->ks + t));
+            _mm256_store_ps(ws->head[g].s + t, _mm256_mul_ps(dot, scale));
         }
     }
-    for (int t = 0; t < count; t += kLanes) {
-        const VF p = expf_ucrt_vector(load(h->p + t));
-        store(h->p + t, p);
-        store(h->w + t, mul(p, load(ws->vs + t)));
-    }
-    return m;
 }
 
-// acc[i] over all positions for V * kLanes elements from i0 of G heads; with l for the first elements only.
-template <int G, int V>
-void accumulate(const Workspace &ws, const signed char *v8, int64_t v_stride, int count, int i0, bool with_l,
-                AttentionState *state) {
-    VF acc[G][V];
-    float l[G];
+// From the scores of a head to the codes of its weights, with the m and l of its state.
+void weigh(int count, const float *vs, HeadChunk *h, AttentionState *state) {
+    const int padded = (count + kSumLanes - 1) / kSumLanes * kSumLanes;
+    const float lowest = -__builtin_inff();
+    for (int t = count; t < padded; t++) h->s[t] = lowest;
+    VF top = broadcast(lowest);
+    for (int t = 0; t < count; t += kLanes) top = max_number(load(h->s + t), top);
+    alignas(64) float lane[kSumLanes];
+    store(lane, top);
+    state->m = lane[0];
+    for (int i = 1; i < kLanes; i++) state->m = lane[i] > state->m ? lane[i] : state->m;
+    for (int t = 0; t < count; t += kLanes)
+        store(h->s + t, expf_ucrt_vector(sub(load(h->s + t), broadcast(state->m))));
+    for (int t = count; t < padded; t++) h->s[t] = 0.0f;
+
+    constexpr int kVectors = kSumLanes / kLanes;
+    VF sum[kVectors];
+    VI largest = zero_i32();
+    for (int v = 0; v < kVectors; v++) sum[v] = zero();
+    for (int t = 0; t < padded; t += kSumLanes) {
+        for (int v = 0; v < kVectors; v++) {
+            const VF p = load(h->s + t + v * kLanes), w = mul(p, load(vs + t + v * kLanes));
+            sum[v] = add(sum[v], p);
+            largest = max_i32(largest, magnitude_bits(w));
+            store(h->s + t + v * kLanes, w);
+        }
+    }
+    for (int v = 0; v < kVectors; v++) store(lane + v * kLanes, sum[v]);
+    state->l = hsum32(lane);
+    const ValueScale scale = value_scale(static_cast<unsigned>(max_across(largest)));
+    h->d = scale.d;
+    for (int t = 0; t < padded; t += kLanes)  // 32768, the one code too large, is saturated
+        store_i16(h->code + t, scale.zero ? zero() : mul(load(h->s + t), broadcast(scale.up)));
+}
+
+// Where the vector of elements whose sums stand at i begins in a head: the last may overlap the one before it.
+inline int first_element(int i, int hd) { return i + kElements <= hd ? i : hd - kElements; }
+
+// Adds positions t..end to the sums at i of U vectors of elements of G heads. Two positions at a time: their codes are a pair
+// of i16, and so are their values of an element.
+template <int G, int U>
+void add_values(Workspace *ws, const signed char *v8, int64_t v_stride, int t, int end, int i, int hd) {
+    const int element = U > 1 ? i : first_element(i, hd);
+    VI low[G][U], high[G][U];
     for (int g = 0; g < G; g++) {
-        l[g] = 0.0f;
-        for (int v = 0; v < V; v++) acc[g][v] = zero();
+        for (int u = 0; u < U; u++) {
+            low[g][u] = load_i32(ws->sum[g] + i + u * kElements);
+            high[g][u] = load_i32(ws->sum[g] + i + u * kElements + kLanes);
+        }
     }
-    for (int t = 0; t < count; t++) {
-        if (__builtin_expect(ws.moved[t] != 0, 0)) {
+    for (; t < end; t += 2) {
+        const signed char *row = v8 + t * v_stride + element, *next = t + 1 < end ? row + v_stride : row;  // its code is 0
+        for (int u = 0; u < U; u++) {
+            const VI a = load_i8_as_i16(row + u * kElements), b = load_i8_as_i16(next + u * kElements);
+            const VI first = pairs_low(a, b), second = pairs_high(a, b);
             for (int g = 0; g < G; g++) {
-                if (!(ws.moved[t] >> g & 1)) continue;
-                l[g] *= ws.head[g].c[t];
-                for (int v = 0; v < V; v++) acc[g][v] = mul(acc[g][v], broadcast(ws.head[g].c[t]));
+                int pair;
+                __builtin_memcpy(&pair, ws->head[g].code + t, sizeof(pair));
+                const VI codes = broadcast_i32(pair);
+                low[g][u] = add_i32(low[g][u], dot_pairs(codes, first));
+                high[g][u] = add_i32(high[g][u], dot_pairs(codes, second));
             }
-        }
-        VF value[V];
-        for (int v = 0; v < V; v++) value[v] = load_i8(v8 + t * v_stride + i0 + v * kLanes);
-        for (int g = 0; g < G; g++) {
-            const VF w = broadcast(ws.head[g].w[t]);
-            for (int v = 0; v < V; v++) acc[g][v] = fma(w, value[v], acc[g][v]);
-            l[g] += ws.head[g].p[t];
         }
     }
     for (int g = 0; g < G; g++) {
-        if (with_l) state[g].l = l[g];
-        for (int v = 0; v < V; v++) store(state[g].acc + i0 + v * kLanes, acc[g][v]);
+        for (int u = 0; u < U; u++) {
+            store_i32(ws->sum[g] + i + u * kElements, low[g][u]);
+            store_i32(ws->sum[g] + i + u * kElements + kLanes, high[g][u]);
+        }
     }
 }
 
+// acc of G heads over all positions.
 template <int G>
-void accumulate_all(const Workspace &ws, const signed char *v8, int64_t v_stride, int count, int hd,
-                    AttentionState *state) {
-    // Enough accumulators in flight to hide the latency of fma, few enough to stay in registers.
-    constexpr int kWide = G == 1 ? 8 : G <= 3 ? 4 : 2;
-    int i = 0;
-    for (; i + kWide * kLanes <= hd; i += kWide * kLanes)
-        accumulate<G, kWide>(ws, v8, v_stride, count, i, i == 0, state);
-    if (kWide > 4 && i + 4 * kLanes <= hd) {
-        accumulate<G, 4>(ws, v8, v_stride, count, i, i == 0, state);
-        i += 4 * kLanes;
+void sum_values(Workspace *ws, const signed char *v8, int64_t v_stride, int count, int hd, AttentionState *state) {
+    constexpr int kWide = G == 1 ? 4 : G == 2 ? 2 : 1;  // few enough sums to stay in registers
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < kMaxHeadDim; i += kLanes) store_i32(ws->sum[g] + i, zero_i32());
+    for (int t = 0; t < count; t += kBlock) {
+        const int end = t + kBlock < count ? t + kBlock : count;
+        int i = 0;
+        for (; i + kWide * kElements <= hd; i += kWide * kElements) add_values<G, kWide>(ws, v8, v_stride, t, end, i, hd);
+        if (kWide > 2 && i + 2 * kElements <= hd) {
+            add_values<G, 2>(ws, v8, v_stride, t, end, i, hd);
+            i += 2 * kElements;
+        }
+        for (; i < hd; i += kElements) add_values<G, 1>(ws, v8, v_stride, t, end, i, hd);
     }
-    if (kWide > 2 && i + 2 * kLanes <= hd) {
-        accumulate<G, 2>(ws, v8, v_stride, count, i, i == 0, state);
-        i += 2 * kLanes;
+    for (int g = 0; g < G; g++) {
+        const VF d = broadcast(ws->head[g].d);
+        for (int i = 0; i < hd; i += kElements) {
+            VI low = load_i32(ws->sum[g] + i), high = load_i32(ws->sum[g] + i + kLanes);
+            in_order(&low, &high);
+            float *acc = state[g].acc + first_element(i, hd);
+            store(acc, mul(from_i32(low), d));
+            store(acc + kLanes, mul(from_i32(high), d));
+        }
     }
-    for (; i < hd; i += kLanes) accumulate<G, 1>(ws, v8, v_stride, count, i, i == 0, state);
 }
 
 // The states of `group` query heads, whose codes and scales are in ws, over one chunk of one KV head.
@@ -173,18 +194,15 @@ void attend_chunk(const AttentionArgs &a, int64_t slot0, int count, int kv_head,
     for (int t = 0; t < count; t++) {
         ws->ks[t] = a.ks[(slot0 + t) * a.nkv + kv_head];
         ws->vs[t] = a.vs[(slot0 + t) * a.nkv + kv_head];
-        ws->moved[t] = 0;
     }
-    for (int t = count; t < kChunk && (t % 16 != 0 || t == count); t++) ws->ks[t] = ws->vs[t] = 0.0f;
-    for (int g = 0; g < group; g++) {
-        score(ws->q8[g], ws->qs[g], k8, stride, a.hd, count, ws->ks, &ws->head[g]);
-        state[g].m = running_max_and_exp(count, g, ws);
-    }
+    for (int t = count; t % kSumLanes != 0; t++) ws->ks[t] = ws->vs[t] = 0.0f;
+    score(k8, stride, a.hd, count, group, ws);
+    for (int g = 0; g < group; g++) weigh(count, ws->vs, &ws->head[g], &state[g]);
     switch (group) {
-        case 1: return accumulate_all<1>(*ws, v8, stride, count, a.hd, state);
-        case 2: return accumulate_all<2>(*ws, v8, stride, count, a.hd, state);
-        case 3: return accumulate_all<3>(*ws, v8, stride, count, a.hd, state);
-        default: return accumulate_all<4>(*ws, v8, stride, count, a.hd, state);
+        case 1: return sum_values<1>(ws, v8, stride, count, a.hd, state);
+        case 2: return sum_values<2>(ws, v8, stride, count, a.hd, state);
+        case 3: return sum_values<3>(ws, v8, stride, count, a.hd, state);
+        default: return sum_values<4>(ws, v8, stride, count, a.hd, state);
     }
 }
 
@@ -292,7 +310,7 @@ void attend_chunks(const AttentionArgs &a, const Grouping &grouping, int max_chu
 
 void attention_form(const void *args, ThreadContext &context) {
     const auto &a = *static_cast<const AttentionArgs *>(args);
-    if (a.hd % 16 != 0 || a.hd > kMaxHeadDim) return attention_scalar(args, context);
+    if (a.hd % 16 != 0 || a.hd < kElements || a.hd > kMaxHeadDim) return attention_scalar(args, context);
     int max_chunks = 1;
     for (int m = 0; m < a.M; m++) max_chunks = a.pos[m] / kChunk + 1 > max_chunks ? a.pos[m] / kChunk + 1 : max_chunks;
     // Every thread decides alike. Whole items when they keep the threads busy, else chunks, else smaller groups too.

@@ -27,7 +27,6 @@ inline VF mul(VF a, VF b) { return _mm512_mul_ps(a, b); }
 inline VF div(VF a, VF b) { return _mm512_div_ps(a, b); }
 inline VF fma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
 inline VF negate(VF a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
-inline unsigned greater(VF a, VF b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }  // bit i: a[i] > b[i]
 inline VI bits(VF a) { return _mm512_castps_si512(a); }
 inline VI magnitude_bits(VF a) { return _mm512_and_si512(bits(a), _mm512_set1_epi32(0x7fffffff)); }
 inline VI max_i32(VI a, VI b) { return _mm512_max_epi32(a, b); }
@@ -35,6 +34,8 @@ inline int max_across(VI a) { return _mm512_reduce_max_epi32(a); }
 inline int sum_across(VI a) { return _mm512_reduce_add_epi32(a); }
 inline VI add_i32(VI a, VI b) { return _mm512_add_epi32(a, b); }
 inline VI zero_i32() { return _mm512_setzero_si512(); }
+inline VI load_i32(const int *p) { return _mm512_loadu_si512(p); }
+inline void store_i32(int *p, VI a) { _mm512_storeu_si512(p, a); }
 inline VF from_i32(VI a) { return _mm512_cvtepi32_ps(a); }
 // Nearest even, clamped to +-127; |a| < 2^31.
 inline VI to_code(VF a) {
@@ -43,8 +44,23 @@ inline VI to_code(VF a) {
 inline void store_i8(signed char *p, VI a) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a));
 }
-inline VF load_i8(const signed char *p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+inline VF max_number(VF a, VF m) { return _mm512_max_ps(a, m); }  // m where a is NaN
+// f32[kLanes], |a| < 2^31, to i16: nearest even, saturated.
+inline void store_i16(short *p, VF a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
+}
+// Sums of products of i16 pairs: two rows of 2 * kLanes i8 as pairs (a[i], b[i]), in an order that in_order undoes.
+inline VI load_i8_as_i16(const signed char *p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+}
+inline VI pairs_low(VI a, VI b) { return _mm512_unpacklo_epi16(a, b); }
+inline VI pairs_high(VI a, VI b) { return _mm512_unpackhi_epi16(a, b); }
+inline VI dot_pairs(VI a, VI b) { return _mm512_madd_epi16(a, b); }
+inline VI broadcast_i32(int x) { return _mm512_set1_epi32(x); }
+inline void in_order(VI *low, VI *high) {
+    const VI a = *low, b = *high;
+    *low = _mm512_permutex2var_epi64(a, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), b);
+    *high = _mm512_permutex2var_epi64(a, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), b);
 }
 
 // f32[8] in double, the width at which expf, cosf and sinf work.
@@ -125,9 +141,6 @@ inline VF mul(VF a, VF b) { return _mm256_mul_ps(a, b); }
 inline VF div(VF a, VF b) { return _mm256_div_ps(a, b); }
 inline VF fma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
 inline VF negate(VF a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
-inline unsigned greater(VF a, VF b) {  // bit i: a[i] > b[i]
-    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
-}
 inline VI bits(VF a) { return _mm256_castps_si256(a); }
 inline VI magnitude_bits(VF a) { return _mm256_and_si256(bits(a), _mm256_set1_epi32(0x7fffffff)); }
 inline VI max_i32(VI a, VI b) { return _mm256_max_epi32(a, b); }
@@ -143,6 +156,8 @@ inline int sum_across(VI a) {
 }
 inline VI add_i32(VI a, VI b) { return _mm256_add_epi32(a, b); }
 inline VI zero_i32() { return _mm256_setzero_si256(); }
+inline VI load_i32(const int *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+inline void store_i32(int *p, VI a) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), a); }
 inline VF from_i32(VI a) { return _mm256_cvtepi32_ps(a); }
 // Nearest even, clamped to +-127; |a| < 2^31.
 inline VI to_code(VF a) {
@@ -152,8 +167,25 @@ inline void store_i8(signed char *p, VI a) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(words, words));
 }
-inline VF load_i8(const signed char *p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+inline VF max_number(VF a, VF m) { return _mm256_max_ps(a, m); }  // m where a is NaN
+// f32[kLanes], |a| < 2^31, to i16: nearest even, saturated.
+inline void store_i16(short *p, VF a) {
+    const __m256i n = _mm256_cvtps_epi32(a);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
+                     _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1)));
+}
+// Sums of products of i16 pairs: two rows of 2 * kLanes i8 as pairs (a[i], b[i]), in an order that in_order undoes.
+inline VI load_i8_as_i16(const signed char *p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+inline VI pairs_low(VI a, VI b) { return _mm256_unpacklo_epi16(a, b); }
+inline VI pairs_high(VI a, VI b) { return _mm256_unpackhi_epi16(a, b); }
+inline VI dot_pairs(VI a, VI b) { return _mm256_madd_epi16(a, b); }
+inline VI broadcast_i32(int x) { return _mm256_set1_epi32(x); }
+inline void in_order(VI *low, VI *high) {
+    const VI a = *low, b = *high;
+    *low = _mm256_permute2x128_si256(a, b, 0x20);
+    *high = _mm256_permute2x128_si256(a, b, 0x31);
 }
 
 // f32[4] in double, the width at which expf, cosf and sinf work.

@@ -24,6 +24,7 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_swiglu_fast, SwigluArgs),
         SIMT_KERNEL(k_attn_fast, AttentionArgs),
         SIMT_KERNEL(k_attn_stage_fast, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_stage_128_fast, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide_fast, AttentionStageArgs),
         SIMT_KERNEL(k_attn_merge_fast, AttentionStageArgs),
         SIMT_KERNEL(k_norm_a8_fast, NormA8Args),

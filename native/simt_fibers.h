@@ -20,6 +20,7 @@ struct PendingCopy {
     void *to;
     const void *from;
     size_t bytes;
+    unsigned set;
 };
 
 struct Fiber {
@@ -31,6 +32,7 @@ struct Fiber {
     jmp_buf context;
     char *stack = nullptr;
     std::vector<PendingCopy> copies;
+    unsigned sets = 0;  // of copies, that it has closed
     unsigned gate, turn;  // at_gate
 };
 

@@ -276,10 +276,13 @@ int source_lane(const Warp &warp, int lane) {
 }
 
 // The operands of all lanes, by the layout of mma.m16n8k32: see mma_s8 in kernels/port.cuh.
-void multiply(Warp &warp) {
+void multiply(Warp &warp, bool unsigned_a) {
     const MmaOperands *lanes[32];
     for (int l = 0; l < 32; l++) lanes[l] = reinterpret_cast<const MmaOperands *>(warp.value[l]);
-    const auto byte = [](unsigned word, int i) { return static_cast<int>(static_cast<signed char>(word >> (8 * i))); };
+    const auto byte = [](unsigned word, int i, bool is_unsigned = false) {
+        const unsigned bits = word >> (8 * i) & 0xffu;
+        return is_unsigned ? static_cast<int>(bits) : static_cast<int>(static_cast<signed char>(bits));
+    };
     for (int row = 0; row < 16; row++) {
         for (int column = 0; column < 8; column++) {
             unsigned sum = 0;
@@ -287,10 +290,23 @@ void multiply(Warp &warp) {
                 const int word = k / 4, c = word % 4;
                 const unsigned a = lanes[4 * (row % 8) + c]->a[row / 8 + 2 * (word / 4)];
                 const unsigned b = lanes[4 * column + c]->b[word / 4];
-                sum += static_cast<unsigned>(byte(a, k % 4) * byte(b, k % 4));
+                sum += static_cast<unsigned>(byte(a, k % 4, unsigned_a) * byte(b, k % 4));
             }
             int &d = lanes[4 * (row % 8) + column / 2]->d[2 * (row / 8) + column % 2];
             d = static_cast<int>(static_cast<unsigned>(d) + sum);
+        }
+    }
+}
+
+// The words of all lanes, by the layout of load_halves in kernels/port.cuh.
+void give_halves(Warp &warp) {
+    const HalvesOperands *lanes[32];
+    for (int l = 0; l < 32; l++) lanes[l] = reinterpret_cast<const HalvesOperands *>(warp.value[l]);
+    for (int l = 0; l < 32; l++) {
+        for (int q = 0; q < 4; q++) {
+            uint16_t half[2];
+            for (int i = 0; i < 2; i++) std::memcpy(half + i, lanes[8 * q + 2 * (l % 4) + i]->row + 2 * (l / 4), 2);
+            lanes[l]->words[q] = half[0] | static_cast<unsigned>(half[1]) << 16;
         }
     }
 }
@@ -307,11 +323,15 @@ void complete(Warp &warp, unsigned mask, int lane) {
         max = std::max(max, warp.value[l]);
         sum += warp.value[l];
     }
-    if (warp.kind[lane] == Collective::mma_s8) multiply(warp);
+    const Collective kind = warp.kind[lane];
+    if (kind == Collective::mma_s8 || kind == Collective::mma_u8_s8) multiply(warp, kind == Collective::mma_u8_s8);
+    if (kind == Collective::load_halves) give_halves(warp);
     for (int l = 0; l < 32; l++) {
         if (!(mask >> l & 1u)) continue;
         switch (warp.kind[l]) {
         case Collective::mma_s8:
+        case Collective::mma_u8_s8:
+        case Collective::load_halves:
         case Collective::sync: break;
         case Collective::ballot: warp.result[l] = ballot; break;
         case Collective::reduce_max: warp.result[l] = max; break;
@@ -360,9 +380,18 @@ uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t val
     return warp.result[lane];
 }
 
-void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b) {
+void mma(Site site, Collective kind, int *d, const unsigned *a, const unsigned *b) {
     const MmaOperands operands{d, a, b};
-    warp_collective(site, Collective::mma_s8, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
+    warp_collective(site, kind, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
+}
+
+void load_halves(Site site, unsigned *words, const void *row) {
+    const auto *at = static_cast<const unsigned char *>(row);
+    if (reinterpret_cast<uintptr_t>(row) % 16) fail(name(*current) + " loads a row at " + name(site) + " that is not aligned");
+    if (!in_dynamic(at, 16) && !in_statics(at, 16))
+        fail(name(*current) + " loads a row at " + name(site) + " that is not in its shared memory");
+    const HalvesOperands operands{words, at};
+    warp_collective(site, Collective::load_halves, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
 }
 
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {

@@ -33,6 +33,7 @@ struct alignas(16) float4 {
 };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace simt {
@@ -69,22 +70,32 @@ struct Site {
 constexpr Site caller(const char *file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 
 enum class Collective : uint8_t { sync, shuffle_index, shuffle_up, shuffle_down, shuffle_xor, ballot, reduce_max, reduce_add,
-                                mma_s8 };
+                                mma_s8, mma_u8_s8, load_halves };
 
 void block_barrier(Site site);
 // All lanes of `mask` meet; returns this lane's result. `arg` is the lane, delta or mask of a shuffle.
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width);
 
-// One warp's D += A B over int8 (16x8x32), registers as PTX's mma.m16n8k32 lays them out.
+// One warp's D += A B over int8 (16x8x32), registers as PTX's mma.m16n8k32 lays them out. kind: mma_s8 or mma_u8_s8.
 struct MmaOperands {
     int *d;             // i32[4]
-    const unsigned *a;  // 4 x s8[4]
+    const unsigned *a;  // 4 x s8[4] or u8[4]
     const unsigned *b;  // 2 x s8[4]
 };
-void mma_s8(Site site, int *d, const unsigned *a, const unsigned *b);
+void mma(Site site, Collective kind, int *d, const unsigned *a, const unsigned *b);
 
+struct HalvesOperands {
+    unsigned *words;           // u32[4]
+    const unsigned char *row;  // u8[16], in shared memory
+};
+void load_halves(Site site, unsigned *words, const void *row);
+
+// With seed 0 as late as a GPU may copy: a missing wait leaves the poison of shared memory in place. Otherwise some come at
+// once: what asks for them too early overwrites what is still read.
 void copy_async(void *to, const void *from, size_t bytes);
 void copy_wait_all();
+void copy_close();
+void copy_wait_closed();
 
 // Bulk copies and their gates: see kernels/port.cuh. The running thread opens, expects and asks, whichever lane it is; any
 // thread may wait. What is asked for is what the source holds then; with seed 0 it arrives when all threads of the block

@@ -63,6 +63,7 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_moe_down, MoeDownArgs),
         SIMT_KERNEL(k_moe_down_any, MoeDownArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
+        SIMT_KERNEL(k_attn_stage_128, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide, AttentionStageArgs),
         SIMT_KERNEL(k_attn_merge, AttentionStageArgs),
     };

@@ -87,6 +87,26 @@ KERNEL void t_shuffles(const SelftestArgs a) {
         a.out[7 * 32 + lane] = __shfl_sync(mine, v, 20);
 }
 
+// in: u32[32, 6], a lane's words of A and of B; out: [12, 32], its elements of 5 + A B with A signed and unsigned, and its words
+// of halves of A's words as 32 rows, the last one first.
+KERNEL void t_matrices(const SelftestArgs a) {
+    __shared__ __align__(16) unsigned char rows[512];
+    const int lane = lane_id();
+    const unsigned *const own = reinterpret_cast<const unsigned *>(a.in) + 6 * lane;
+    int both[2][4] = {{5, 5, 5, 5}, {5, 5, 5, 5}};
+    mma_s8(both[0], own, own + 4);
+    mma_u8_s8(both[1], own, own + 4);
+    for (int i = 0; i < 16; i++) rows[16 * lane + i] = static_cast<unsigned char>(own[i / 4] >> (8 * (i % 4)));
+    __syncwarp();
+    unsigned words[4];
+    load_halves(words, rows + 16 * (31 - lane));
+    for (int i = 0; i < 4; i++) {
+        a.out[32 * i + lane] = both[0][i];
+        a.out[32 * (4 + i) + lane] = both[1][i];
+        a.out[32 * (8 + i) + lane] = static_cast<int>(words[i]);
+    }
+}
+
 // A value handed from lane to lane through shared memory; without __syncwarp the order of lanes shows.
 static void rotate_in_warp(const SelftestArgs &a, bool sync) {
     __shared__ int slot[32];
@@ -135,6 +155,18 @@ static void copy_through_shared(const SelftestArgs &a, bool wait) {
     if (!wait) simt::copy_wait_all();
 }
 KERNEL void t_copy_async(const SelftestArgs a) { copy_through_shared(a, true); }
+
+// Four sets of copies of a thread, the third of none: out[i] is what has arrived when all closed sets but the last have.
+KERNEL void t_copy_sets(const SelftestArgs a) {
+    __shared__ __align__(16) int tile[16];
+    for (int i = 0; i < 4; i++) {
+        if (i != 2) copy_async_16(tile + 4 * i, a.in + 4 * i);
+        if (i < 3) copy_close();
+        if (i == a.n) copy_wait_closed();
+    }
+    for (int i = 0; i < 16; i++) a.out[i] = tile[i];
+    copy_wait_all();
+}
 KERNEL void t_missing_copy_wait_fault(const SelftestArgs a) { copy_through_shared(a, false); }
 
 // Which block runs when: out[ticket] = block.
@@ -299,6 +331,8 @@ const std::vector<Kernel> &selftest_kernels() {
         SIMT_KERNEL(t_grid, SelftestArgs),
         SIMT_KERNEL(t_atomics, SelftestArgs),
         SIMT_KERNEL(t_copy_async, SelftestArgs),
+        SIMT_KERNEL(t_copy_sets, SelftestArgs),
+        SIMT_KERNEL(t_matrices, SelftestArgs),
         SIMT_KERNEL(t_missing_copy_wait_fault, SelftestArgs),
         SIMT_KERNEL(t_order, SelftestArgs),
         SIMT_KERNEL(t_bulk, SelftestArgs),

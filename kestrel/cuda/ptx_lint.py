@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kestrel.launch import (
+    ATTENTION_STAGES,
     EXPERT_STAGES,
     GATE_UP_STAGES,
     HEAD_FORMS,
@@ -55,8 +56,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_norm_router": frozenset({"f32"}),
     **{name: frozenset({"f32", "f64"}) for name in GATE_UP_STAGES},
     **{name: frozenset({"f32", "f64"}) for name in EXPERT_STAGES},
-    "k_attn_stage": frozenset({"f32", "f64"}),
-    "k_attn_stage_wide": frozenset({"f32", "f64"}),
+    **{name: frozenset({"f32", "f64"}) for name in ATTENTION_STAGES},
     "k_attn_merge": frozenset({"f32", "f64"}),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrel.launch import (
     ATTENTION_COUNTERS,
+    ATTENTION_STAGES,
     CHUNK,
     STATIC_SHARED,
     Launch,
@@ -57,7 +58,8 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
             return None
         return int((args.normed if i < norms else args.roped) + address - q)
 
-    kernel = "k_attn_stage" if attn.hd <= 128 else "k_attn_stage_wide"
+    any_size, common_size, wide = ATTENTION_STAGES
+    kernel = common_size if attn.hd == 128 else any_size if attn.hd < 128 else wide
     found = [Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
     if not args.merges:
         grid, threads = (ceil(attn.hd, 32), attn.nh, 1), (t.merge_threads, 1, 1)

@@ -47,9 +47,9 @@ def step_of(
         ops, tuning = model.step(1, 1, "extended").ops, backend.tuning
         names = [launch.kernel for launch in plan(ops, backend.mode, tuning).main]
         assert any(name.startswith("k_attn_merge") for name in names) == (tuning.merge_chunks == 0)
-        wide = "_wide" if config.head_dim > 128 else ""
+        size = "_wide" if config.head_dim > 128 else "_128" if config.head_dim == 128 else ""
         fast = "_fast" if backend.mode == "fast" else ""
-        assert f"k_attn_stage{wide}{fast}" in names
+        assert f"k_attn_stage{size}{fast}" in names
     runs = []
     for _ in range(repeat):
         runs.append(run_rows(model, [5], [position], [BASE], taps="extended"))

@@ -162,6 +162,47 @@ def test_asynchronous_copies_arrive_when_they_are_waited_for() -> None:
     np.testing.assert_array_equal(late, ints(32, value=-1))
 
 
+@pytest.mark.parametrize("waits_behind", [0, 1, 2, 3])
+def test_sets_of_copies(waits_behind: int) -> None:
+    """With 0, 1, 2 and 3 closed sets all of them but the last have arrived; one is open at the end."""
+    source = aligned_empty((16,), np.int32)
+    source[:] = np.arange(16)
+    out = launch("t_copy_sets", ints(16), source, n=waits_behind, block=(1, 1, 1))
+    arrived = 4 * max(0, min(waits_behind, 2))
+    np.testing.assert_array_equal(out, np.where(np.arange(16) < arrived, source, -1))
+
+
+def test_some_copies_come_early_with_a_seed() -> None:
+    source = aligned_empty((32,), np.int32)
+    source[:] = np.arange(32)
+    seen = [launch("t_missing_copy_wait_fault", ints(32), source, shared=128, seed=s) for s in range(1, 9)]
+    assert any((out == source).any() for out in seen)
+    assert any((out == -1).any() for out in seen)
+
+
+def test_matrices() -> None:
+    words = np.random.default_rng(3).integers(0, 1 << 32, (32, 6), dtype=np.uint32)
+    out = launch("t_matrices", ints(12, 32), words.view(np.int32))
+    octets = words.view(np.uint8).reshape(32, 6, 4)
+    group, column = np.divmod(np.arange(32), 4)
+    a = np.zeros((16, 32), np.uint8)
+    b = np.zeros((32, 8), np.int8)
+    for lane in range(32):
+        g, c = group[lane], 4 * column[lane]
+        for i, (row, k) in enumerate([(g, c), (g + 8, c), (g, c + 16), (g + 8, c + 16)]):
+            a[row, k : k + 4] = octets[lane, i]
+        for i in range(2):
+            b[c + 16 * i : c + 16 * i + 4, g] = octets[lane, 4 + i].view(np.int8)
+    for first, factor in ((0, a.view(np.int8)), (4, a)):
+        d = 5 + factor.astype(np.int32) @ b.astype(np.int32)
+        for i in range(4):
+            np.testing.assert_array_equal(out[first + i], d[group + i // 2 * 8, 2 * column + i % 2])
+    rows = np.ascontiguousarray(octets[::-1, :4]).reshape(4, 8, 16).view(np.uint16)  # of each matrix
+    for q in range(4):
+        halves = rows[q, 2 * column, group].astype(np.uint32) | rows[q, 2 * column + 1, group].astype(np.uint32) << 16
+        np.testing.assert_array_equal(out[8 + q].view(np.uint32), halves)
+
+
 def test_a_seed_shuffles_the_order_of_blocks() -> None:
     orders = []
     for seed in (0, 1, 2, 1):

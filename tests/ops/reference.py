@@ -78,18 +78,35 @@ def rope(x: F32, pos: I32, inv_freq: F32, factor: float) -> F32:
     return np.concatenate([x0 * c - x1 * s, x1 * c + x0 * s], axis=-1)
 
 
+def value_codes(w: F32) -> tuple[npt.NDArray[np.int64], np.float32]:
+    """w: f32[n], the weights of V in a chunk -> their integer codes, and what one unit of them stands for."""
+    none = np.zeros(len(w), np.int64)
+    a = int((w.view(np.uint32) & 0x7FFFFFFF).max())
+    if a > 0x7F800000:
+        return none, np.float32(np.nan)
+    if a == 0x7F800000:
+        return none, np.float32(np.inf)
+    if a < 0x0D800000:
+        return none, np.float32(0)
+    unit = 2.0 ** ((a >> 23) - 141)
+    # In f64 the quotient by a power of two is exact, and so is the rounded integer.
+    return np.minimum(np.rint(w.astype(np.float64) / unit), 32767).astype(np.int64), np.float32(unit)
+
+
 def _chunk(q8: I8, qs: np.float32, k8: I8, ks: F32, v8: I8, vs: F32) -> tuple[Any, Any, Any]:
-    m, total, acc = np.float32(-np.inf), np.float32(0), np.zeros(k8.shape[-1], np.float32)
-    for t in range(len(k8)):
-        dot = int(q8.astype(np.int64) @ k8[t].astype(np.int64))
-        s = np.float32(dot) * (qs * ks[t])
-        if s > m:
-            c = exp(m - s)
-            total, acc, m = total * c, acc * c, s
-        p = exp(s - m)
-        total = total + p
-        acc = fma(p * vs[t], v8[t].astype(np.float32), acc)
-    return m, total, acc
+    dots = k8.astype(np.int64) @ q8.astype(np.int64)
+    s = dots.astype(np.float32) * (qs * ks)
+    m = np.float32(-np.inf)
+    for x in s:
+        m = x if x > m else m
+    p = exp(s - m)
+    lanes = np.zeros(32, np.float32)
+    for t in range(len(p)):
+        lanes[t % 32] += p[t]
+    codes, unit = value_codes(p * vs)
+    sums = codes @ v8.astype(np.int64)
+    assert np.abs(sums).max() < 2**31
+    return m, hsum32(lanes), sums.astype(np.float32) * unit
 
 
 def attention(q: F32, k8: I8, ks: F32, v8: I8, vs: F32, pos: I32, base: I32) -> F32:

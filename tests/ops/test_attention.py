@@ -1,4 +1,4 @@
-"""attention: every form against the position-by-position loop of contract section 7, restated in numpy."""
+"""attention: every form against the rule of contract section 7, restated in numpy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_head_ratios(nh: int, nkv: int) -> None:
     check_forms("attention", {"out": expected_of(case)}, **case)
 
 
-@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 15, 16, 17, 254, 255, 256, 257, 511, 512, 700])
+@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 15, 16, 17, 254, 255, 256, 257, 510, 511, 512, 700])
 def test_positions(position: int) -> None:
     """Around the vector widths and the chunk boundaries; one row, so that threads share its chunks."""
     case = make_case(nh=2, nkv=1, hd=32, positions=[position], slots=position + 3, seed=position)
@@ -100,6 +100,98 @@ def test_zero_query_and_keys() -> None:
     case = make_case(nh=2, nkv=2, hd=64, positions=[33], slots=40)
     case["q"][:] = -0.0
     case["kq"][:, 1] = 0
+    check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+def flat_case(vs: Any, *, hd: int = 32) -> dict[str, Any]:
+    """All scores are 0, so that every p is 1, and the weights of V are the given scales."""
+    vs = np.asarray(vs, np.float32)
+    case = make_case(nh=2, nkv=1, hd=hd, positions=[len(vs) - 1], slots=len(vs))
+    case["q"][:] = 0
+    case["vs"] = vs[:, None].copy()
+    return case
+
+
+def test_all_scores_are_minus_infinity() -> None:
+    case = make_case(nh=2, nkv=1, hd=32, positions=[40], slots=41)
+    case["q"][:] = 1
+    case["kq"][:] = -5
+    case["ks"][:] = np.inf
+    expected = expected_of(case)
+    assert np.isnan(expected).all()
+    check_forms("attention", {"out": expected}, **case)
+
+
+def test_one_chunk_of_minus_infinity() -> None:
+    """Its state has m = -inf and NaN for l: the merge makes NaN of everything."""
+    case = make_case(nh=2, nkv=1, hd=32, positions=[300], slots=301)
+    case["q"][:] = 1
+    case["kq"][256:] = -5
+    case["ks"][256:] = np.inf
+    check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+def test_zero_values() -> None:
+    case = make_case(nh=2, nkv=1, hd=48, positions=[300], slots=301)
+    for zero in ("vq", "vs"):
+        changed = {**case, zero: np.zeros_like(case[zero])}
+        expected = expected_of(changed)
+        assert (expected == 0).all()
+        check_forms("attention", {"out": expected}, **changed)
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 1])
+@pytest.mark.parametrize("largest", [2.0**-100, 2.0**-99, 2.0**-126, 1.0, 2.0, 2.0**127])
+def test_scale_of_codes_changes_at_a_power_of_two(largest: float, steps: int) -> None:
+    """The largest weight at a border of the scale, the one of all zeros among them, and its neighbours."""
+    top = np.uint32(int(np.float32(largest).view(np.uint32)) + steps).view(np.float32)
+    case = flat_case([top * np.float32(0.3), top, top * np.float32(0.7)])
+    expected = expected_of(case)
+    assert (expected == 0).all() == (top < 2.0**-100)
+    check_forms("attention", {"out": expected}, **case)
+
+
+@pytest.mark.parametrize("quarters", range(-6, 1))
+def test_largest_code_is_clamped(quarters: int) -> None:
+    """Weights of 32766.5 to almost 32768 units: what rounds to 32768 is 32767; -32768 stays."""
+    top = np.float32((32768 + quarters / 4) / 32768) if quarters else np.nextafter(np.float32(1), np.float32(0))
+    for sign in (1, -1):
+        case = flat_case(sign * np.array([top, 0.25, top], np.float32))
+        codes, unit = reference.value_codes(np.ascontiguousarray(case["vs"][:, 0]))
+        assert codes.max() <= 32767
+        assert unit == np.float32(2.0**-15)
+        check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+def test_codes_round_ties_to_even() -> None:
+    ties = (np.arange(2**14, 2**14 + 300) + 0.5) / 2.0**14  # of units, and no more than twice the smallest
+    case = flat_case(np.concatenate([ties, ties[::-1] / 8, -ties / 4]))
+    case["vq"][:] = 1
+    check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+@pytest.mark.parametrize("hd", [32, 80, 256])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_largest_sums(hd: int, sign: int) -> None:
+    """256 largest codes times +-127: 30 bits, whose conversion rounds."""
+    top = np.nextafter(np.float32(2), np.float32(0))
+    case = flat_case(np.full(512, sign * top, np.float32), hd=hd)
+    case["vq"][:] = np.where(np.arange(hd) % 2, 127, -127)
+    case["vq"][::9, :, 5] = 126
+    expected = expected_of(case)
+    assert np.abs(expected).max() > 250
+    check_forms("attention", {"out": expected}, **case)
+
+
+def test_exponentials_are_summed_in_32_lanes() -> None:
+    """One large term and many small ones, which are lost or kept by the order of the sum alone."""
+    case = make_case(nh=1, nkv=1, hd=32, positions=[255], slots=256)
+    case["q"][:] = 1
+    case["kq"][:] = 1
+    case["vq"][:] = 127
+    # The first score is the largest by 17.4: the other exponentials are a quarter of a unit of its last place.
+    case["ks"][:] = 0
+    case["ks"][0] = 17.4 / (32 * case["qscale"])
     check_forms("attention", {"out": expected_of(case)}, **case)
 
 

@@ -1,0 +1,160 @@
+// What one unit of the attention stage makes of its rows (attention_unit.cuh): scores, the weights of V and their codes, its
+// partial states (contract section 7). HS heads of a unit are 1, 2, 4 or 8: as many warps share a head as there are to one, and
+// each takes as many stripes of positions as there are heads.
+#pragma once
+
+#include "attention_unit.cuh"
+
+// This lane's share of a row of hd int8 in shared memory: every fourth 16-byte unit, or where rows are not made of 64
+// bytes every fourth word. Which elements they are does not matter to a dot, as long as both factors agree. t: the row's
+// number in sh.k8, 0 for other rows.
+template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, int part, unsigned *words) {
+    if (hd % 64 == 0) {
+#pragma unroll
+        for (int j = 0; j < W / 4; j++) {
+            if (64 * j < hd) {
+                const uint4 v = *(const uint4 *)(rows + row_place(hd, t, part + 4 * j));
+                words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < W; j++)
+            if (16 * j < hd) words[j] = ((const unsigned *)(rows + t * hd))[part + 4 * j];
+    }
+}
+
+// The score of this thread's position by a single head; the maxima by warp in sh.totals.
+DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
+    const int t = threadIdx.x;
+    const signed char *const row = sh.k8 + t * hd;
+    const int turn = row_place(hd, t, 0) - t * hd;
+    int dots[2] = {DOT_BIAS, 0};
+#pragma unroll 4
+    for (int at = 0; at < hd; at += 16) {
+        const int4 k = *(const int4 *)(row + (at ^ turn)), q = *(const int4 *)(sh.q8 + at);
+        dots[0] = __dp4a(k.x, q.x, dots[0]);
+        dots[1] = __dp4a(k.y, q.y, dots[1]);
+        dots[0] = __dp4a(k.z, q.z, dots[0]);
+        dots[1] = __dp4a(k.w, q.w, dots[1]);
+    }
+    const float score = t < count ? biased_dot(dots[0] + dots[1]) * (sh.qs[0] * sh.ks[t]) : MINUS_INFINITY;
+    const unsigned total = warp_max_key(score);
+    if (lane_id() == 0) sh.totals[warp_id()] = total;
+    return score;
+}
+
+// s[j][t] of the chunk, 16 positions by eight heads at a time, in int8. What lies past the heads makes scores that nobody reads.
+template <int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
+    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + group;
+    unsigned q8[W] = {};  // of head `group`
+    unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
+    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
+    float ks[4];  // of positions first + 8 * i
+#pragma unroll
+    for (int i = 0; i < 4; i++) ks[i] = sh.ks[first + 8 * i];
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+        const int t0 = 32 * warp_id() + 16 * tile;
+        int dots[4] = {DOT_BIAS, DOT_BIAS, DOT_BIAS, DOT_BIAS};
+        if (t0 < count) {
+            unsigned k8[2][W] = {};  // rows t0 + group and t0 + group + 8
+#pragma unroll
+            for (int i = 0; i < 2; i++) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
+#pragma unroll
+            for (int step = 0; step < W / 2; step++) {
+                if (32 * step < hd) {
+                    const unsigned ka[4] = {k8[0][2 * step], k8[1][2 * step], k8[0][2 * step + 1], k8[1][2 * step + 1]};
+                    mma_s8(dots, ka, q8 + 2 * step);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
+            const float score = biased_dot(dots[i]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[2 * tile + i / 2]);
+            sh.s[j * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
+        }
+    }
+}
+
+// Which head a warp works on, and the first of its stripes.
+struct UnitPart {
+    int head, first;
+};
+DEVICE UnitPart unit_part(int HS) {
+    return {warp_id() * HS / UNIT_WARPS, warp_id() * HS % UNIT_WARPS};
+}
+
+// The same of eight heads, each by one warp, which nobody has to wait for.
+DEVICE void unit_soften_all(const UnitShared &sh) {
+    const int head = warp_id();
+    const HeadState state = soften_head(sh.s + head * UNIT_PITCH, sh.vs, sh.exp_table, codes_at(sh.codes, head, 0));
+    if (lane_id() == 0) {
+        sh.max[head] = state.m;
+        sh.sum[head] = state.l;
+        sh.d[head] = state.d;
+    }
+}
+
+// Scores s, I of a lane, to the codes, with a barrier inside; I is the heads of the unit. m: the head's maximum.
+template <int I> DEVICE void unit_soften(const UnitShared &sh, const float (&s)[I], float m) {
+    const UnitPart part = unit_part(I);
+    float vs[I];
+    load_stripes(sh.vs, part.first, vs);
+    Softened<I> x;
+    x.make(s, m, vs, sh.exp_table);
+    const unsigned own = x.largest();
+    if (lane_id() == 0) sh.largest[warp_id()] = own;
+#pragma unroll
+    for (int i = 0; i < I; i++) sh.p[part.head * UNIT_PITCH + STRIPE * (part.first + i) + lane_id()] = x.p[i];
+    __syncthreads();
+    const int warps = UNIT_WARPS / I;  // of the head
+    const unsigned all = __reduce_max_sync(FULL_WARP, sh.largest[warps * part.head + lane_id() % warps]);
+    const ValueScale scale = value_scale(all);
+    x.store(scale, codes_at(sh.codes, part.head, lane_id()), part.first);
+    if (lane_id() == 0 && part.first == 0) {
+        sh.max[part.head] = m;
+        sh.d[part.head] = scale.d;
+    }
+}
+
+// The same of two or four heads, from the scores in shared memory; every warp of a head finds its maximum for itself.
+template <int I> DEVICE void unit_soften_some(const UnitShared &sh) {
+    const UnitPart part = unit_part(I);
+    const float *const scores = sh.s + part.head * UNIT_PITCH;
+    float all[STRIPES], s[I];
+    load_stripes(scores, 0, all);
+    load_stripes(scores, part.first, s);
+    unit_soften(sh, s, head_max(all));
+}
+
+// The same of a single head, whose scores are each in a register, their maxima by warp in sh.totals.
+DEVICE void unit_soften_one(const UnitShared &sh, float score) {
+    const float s[1] = {score};
+    unit_soften(sh, s, of_order_key(__reduce_max_sync(FULL_WARP, sh.totals[lane_id() % UNIT_WARPS])));
+}
+
+// The partial states of the unit's heads: sums of values and of exponentials, and the maximum. The sum of exponentials, a chain
+// of additions and shuffles, is made beside the matrix instructions by every warp for its head, where it is not there yet: so
+// nothing here branches.
+// states: f32[heads, hd + 4], of this chunk.
+template <int W> DEVICE void unit_states(const UnitShared &sh, const Unit &u, int HS, int hd, float *states) {
+    const int pitch = hd + 4, units = hd / 16, group = lane_id() / 4, part = lane_id() % 4;
+    const UnitPart own = unit_part(HS);
+    float p[STRIPES];
+    load_stripes(sh.p + (own.head % (UNIT_HEADS / 2)) * UNIT_PITCH, 0, p);
+    const float made = stripes_sum(p), sum = HS == UNIT_HEADS ? sh.sum[own.head] : made;
+    float *const elements = states + group * pitch + 4 * part;
+#pragma unroll
+    for (int round = 0; round < W / UNIT_WARPS; round++) {
+        const int unit = warp_id() + UNIT_WARPS * round;
+        ValueTile tile;
+        int dots[4];
+        tile.load(sh.v8, hd, unit < units ? unit : 0);
+        tile.sums(sh.codes, dots);
+        if (unit < units && group < u.heads) *(float4 *)(elements + 16 * unit) = scaled_sums(dots, sh.d[group]);
+    }
+    if (lane_id() == 0 && own.first == 0 && own.head < u.heads)
+        *(float2 *)(states + own.head * pitch + hd) = make_float2(sh.max[own.head], sum);
+}
