@@ -160,24 +160,25 @@ KERNEL LAUNCH_BOUNDS(576, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
 
 // Shared memory of the down stage; kestrel/stages/moe.py computes the same size.
 struct DownShared {
-    unsigned long long *gates;  // u64[T rounded up to 2]: of an expert's rows
+    unsigned long long *gates;  // u64[S rounded up to 2]: of an expert's rows
     float *p;                   // f32[T rounded up to 8]: the experts' weights
-    float *y;                   // f32[T rounded up to 8, rows]
-    float *d;                   // f32[T * G rounded up to 4]: the experts' inputs
-    int *gsum;                  // i32[T * G rounded up to 4]
-    uint4 *q;                   // i8[T, G, 32]
-    unsigned char *codes;       // u8[T, rows, G, 16]
-    unsigned short *scale;      // f16[T, rows, G]
+    float *y;                   // f32[T rounded up to 8, rows]: by all blocks of the cluster
+    float *d;                   // f32[S * G rounded up to 4]: the experts' inputs
+    int *gsum;                  // i32[S * G rounded up to 4]
+    uint4 *q;                   // i8[S, G, 32]
+    unsigned char *codes;       // u8[S, C * rows, G, 16]
+    unsigned short *scale;      // f16[S, C * rows, G]
 
-    DEVICE_MEMBER DownShared(unsigned char *base, int T, int rows, int groups) {
-        const int ranks = (T + 7) / 8 * 8, all = (T * groups + 3) / 4 * 4;
+    // C blocks share T experts, S = T / C each, and have `rows` rows each to combine.
+    DEVICE_MEMBER DownShared(unsigned char *base, int T, int C, int rows, int groups) {
+        const int ranks = (T + 7) / 8 * 8, S = T / C, all = (S * groups + 3) / 4 * 4;
         gates = (unsigned long long *)base;
-        p = (float *)(gates + (T + 1) / 2 * 2);
+        p = (float *)(gates + (S + 1) / 2 * 2);
         y = p + ranks;
         d = y + ranks * rows;
         gsum = (int *)(d + all);
         q = (uint4 *)(gsum + all);
-        codes = (unsigned char *)(q + 2 * T * groups);
+        codes = (unsigned char *)(q + 2 * S * groups);
         scale = (unsigned short *)(codes + T * rows * groups * 16);
     }
 };
@@ -257,25 +258,24 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-#define DOWN_LOADS 6  // of 16 bytes of h that a thread has on their way
+#define DOWN_LOADS 2  // of 16 bytes of h that a thread has on their way
 
 // a8 of the experts' inputs, `all` groups of h, f32[all, 32], by the block: eight lanes to a group, four elements to each.
 DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
     const float4 *const from = (const float4 *)h;
 #pragma unroll 1
-    for (int base = 0; base < 8 * all; base += DOWN_LOADS * blockDim.x) {  // whole warps
+    for (int base = threadIdx.x; base - lane_id() < 8 * all; base += DOWN_LOADS * blockDim.x) {  // whole warps
         float4 x[DOWN_LOADS];
 #pragma unroll
         for (int i = 0; i < DOWN_LOADS; i++) {
-            const int at = base + i * (int)blockDim.x + (int)threadIdx.x;
-            x[i] = load_l2(from + (at < 8 * all ? at : 0));
+            const int at = base + i * (int)blockDim.x;
+            x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (at < 8 * all) x[i] = load_l2(from + at);
         }
-#pragma unroll 1
-        for (int i = 0; i < DOWN_LOADS; i++) {  // few instructions: they have to be fetched, too
-            const int at = base + i * (int)blockDim.x + (int)threadIdx.x;
-            const float v[4] = {x[0].x, x[0].y, x[0].z, x[0].w};
 #pragma unroll
-            for (int j = 1; j < DOWN_LOADS; j++) x[j - 1] = x[j];
+        for (int i = 0; i < DOWN_LOADS; i++) {
+            const int at = base + i * (int)blockDim.x;
+            const float v[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
             float d;
             int sum;
             const unsigned codes = a8_group(v, &d, &sum);
@@ -286,64 +286,67 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
     }
 }
 
-// A block takes `a.rows` neighbouring rows of every chosen expert. Then each row is combined in rank order and added to x.
-// Dynamic shared: DownShared, ChoiceShared.
+// A cluster of C blocks takes C * `a.rows` neighbouring rows of every chosen expert: each block those of S = T / C experts,
+// whose inputs alone it has to read. Sums go to the block that has the row among its own, `a.rows` of them; there each row is
+// combined in rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
+    cluster_arrive();  // so that the others know that this block is there
     const Weight &w = a.mm.w[0];
-    const int T = a.mm.T, rows = a.rows, groups = w.k / 32, n = block * rows, lane = lane_id();
-    const int count = w.n - n < rows ? w.n - n : rows;
-    const DownShared sh(shared, T, rows, groups);
+    const int T = a.mm.T, C = cluster_size(), S = T / C, rows = a.rows, together = C * rows, groups = w.k / 32, lane = lane_id();
+    const int rank = cluster_rank(), first = S * rank, n0 = (block - rank) * rows, n = n0 + rank * rows;
+    const int asked = w.n - n0 < together ? w.n - n0 : together, own = w.n - n < rows ? w.n - n : rows;
+    const DownShared sh(shared, T, C, rows, groups);
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
-    const DownItems begin(T, rows);
+    const DownItems begin(S, together);
     const bool by_warp = warp_can_choose(a.topk.E, T);
     if (!by_warp)
         block_choose(a.topk.logits, a.topk.E, T, choice);
     else if (warp_id() == 0)
-        warp_choose(lane_logits(a.topk.logits, a.topk.E), a.topk.E, T, choice.ids);
+        warp_choose(lane_logits(a.topk.logits, a.topk.E), a.topk.E, first + S, choice.ids);
     if (warp_id() == warp_count() - 1) {
-        for (int t = 0; t < T; t++) bulk_open(sh.gates + t);
+        for (int t = 0; t < S; t++) bulk_open(sh.gates + t);
     }
     __syncthreads();
     // A warp to an expert, because a warp takes its time to ask.
 #pragma unroll 1
-    for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < T && count > 0; t += warp_count()) {
-        const int to = t * rows * groups;
-        const long long from = ((long long)choice.ids[t] * w.n + n) * groups;
-        bulk_expect(sh.gates + t, 18 * count * groups);
-        bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * count * groups, sh.gates + t);
-        bulk_copy(sh.scale + to, w.scale + from, 2 * count * groups, sh.gates + t);
+    for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < S; t += warp_count()) {
+        const int to = t * together * groups;
+        const long long from = ((long long)choice.ids[first + t] * w.n + n0) * groups;
+        bulk_expect(sh.gates + t, 18 * asked * groups);
+        bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * asked * groups, sh.gates + t);
+        bulk_copy(sh.scale + to, w.scale + from, 2 * asked * groups, sh.gates + t);
     }
-    const float *x_at = a.add.x + ((int)threadIdx.x < count ? n + (int)threadIdx.x : 0);
+    const float *x_at = a.add.x + ((int)threadIdx.x < own ? n + (int)threadIdx.x : 0);
     settle(x_at);  // ahead of the wait
     start_next();
     wait_for_previous(x_at);
     const float x = load_l2(x_at), p = load_l2(a.combine.weights + ((int)threadIdx.x < T ? (int)threadIdx.x : 0));
-    down_inputs(sh, a.mm.x, T * groups);
+    down_inputs(sh, a.mm.x + (long long)first * w.k, S * groups);
     if ((int)threadIdx.x < T) sh.p[threadIdx.x] = p;
 #pragma unroll 1
     for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
     if (!BULK_GATES) copy_wait_all();
     __syncthreads();
-    if (count <= 0) return;  // a block too many
+    cluster_wait();
 #pragma unroll 1
-    for (DownItems item = begin; item.t < T; item.advance()) {
+    for (DownItems item = begin; item.t < S; item.advance()) {
         float acc[DOWN_QUADS];
         bulk_wait(sh.gates + item.t, 0);
-        down_quads(sh, item, rows, groups, acc);
+        down_quads(sh, item, together, groups, acc);
         const float y = four_hsum8(acc);
-        const int j = (lane >> 1 & 2) | (lane & 1);
-        if ((lane & 2) == 0 && j < item.have()) sh.y[item.t * rows + 4 * (item.quad() + j) + lane / 8] = y;
+        const int j = (lane >> 1 & 2) | (lane & 1), row = 4 * (item.quad() + j) + lane / 8, to = (int)((unsigned)row / (unsigned)rows);
+        if ((lane & 2) == 0 && j < item.have()) cluster_store(sh.y + (first + item.t) * rows + row - to * rows, to, y);
     }
-    __syncthreads();
-    if ((int)threadIdx.x < count) {  // rows are no more than threads
+    cluster_sync();
+    if ((int)threadIdx.x < own) {  // rows are no more than threads
         const float *y = sh.y + threadIdx.x;
         float acc = 0.0f;
 #pragma unroll 1
-        for (int first = 0; first < T; first += 8) {  // rank order
+        for (int from = 0; from < T; from += 8) {  // rank order
 #pragma unroll
             for (int j = 0; j < 8; j++, y += rows) {
-                const float p = sh.p[first + j], term = *y;
-                if (first + j < T) acc = fma_f32(p, term, acc);
+                const float p = sh.p[from + j], term = *y;
+                if (from + j < T) acc = fma_f32(p, term, acc);
             }
         }
         a.combine.out[n + threadIdx.x] = acc;

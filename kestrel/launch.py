@@ -67,7 +67,7 @@ class Tuning:
     attention_heads: int = 8  # query heads of a block, at most
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
-    attention_blocks: int = 0  # of the attention stage; 0: two on every multiprocessor
+    attention_blocks: int = 0  # of the attention stage; 0: one on every multiprocessor
     merge_chunks: int = 12  # of 256 positions; where there are more, they are merged in a launch of their own
     merge_threads: int = 128  # of such a launch
     router_threads: int = 128
@@ -87,6 +87,7 @@ class Tuning:
     expert_warps: int = 12  # of such a block, at most 16
     expert_slots: int = 4  # quads of theirs, four rows of both, that a warp has in flight, at most
     down_warps: int = 8
+    down_cluster: int = 4  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_threads: int = 256  # of a block, at most 256
     hash_long_bytes: int = 1 << 15  # of a row that many blocks share, if it is the only one of its tap
@@ -145,6 +146,7 @@ class Launch:
     block: Dim3
     shared: int  # bytes of dynamic shared memory
     args: ctypes.Structure
+    cluster: int = 1  # blocks along x that run at the same time and reach each other's shared memory
     table: bytes = b""  # what ``args.table`` points at, where there is one: the backend keeps a copy
 
 

@@ -48,6 +48,7 @@ class PreparedLaunch:
     parameters: Any  # (c_void_p * 1): its address
     address: int  # of ``parameters``
     early: Any  # driver.CUlaunchConfig that lets it begin while the launch before it runs, or None
+    clustered: Any  # the same for a cluster that waits for the launch before it; None without clusters
     table: CudaBuffer | None  # the device's copy of ``launch.table``
 
 
@@ -150,19 +151,28 @@ class Kernels:
         return handle
 
 
-def early_config(launch: Launch) -> Any:
-    """The driver's configuration of a programmatic dependent launch, but for its stream."""
+def launch_config(launch: Launch, *, early: bool) -> Any:
+    """The driver's configuration of a launch but for its stream; ``early``: a programmatic dependent one."""
     from cuda.bindings import driver
 
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    kinds, attributes = driver.CUlaunchAttributeID, []
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if launch.cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster, 1, 1
+        attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
     config.sharedMemBytes = launch.shared
-    config.attrs = [attribute]
-    config.numAttrs = 1
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config
 
 
@@ -389,9 +399,12 @@ class CudaBackend:
             function = self._kernels.function(launch.kernel, launch.shared)
             can = self.tuning.programmatic and self.device.capability >= (9, 0)
             made = launch.kernel.removesuffix("_fast") in PROGRAMMATIC
-            early = early_config(launch) if can and made else None
+            early = launch_config(launch, early=True) if can and made else None
+            clustered = launch_config(launch, early=False) if launch.cluster > 1 else None
             address = ctypes.addressof(parameters)
-            prepared.append(PreparedLaunch(launch, function, arguments, parameters, address, early, table))
+            prepared.append(
+                PreparedLaunch(launch, function, arguments, parameters, address, early, clustered, table)
+            )
         return prepared
 
     def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> PreparedPlan:
@@ -407,9 +420,11 @@ class CudaBackend:
         driver, stream = self._driver, self._handles[side]
         for number, item in enumerate(prepared):
             launch = item.launch
-            if item.early is not None and (number > 0 or not alone):
-                item.early.hStream = stream
-                (status,) = driver.cuLaunchKernelEx(item.early, item.function, item.address, 0)
+            config = item.early if number > 0 or not alone else None
+            config = config or item.clustered
+            if config is not None:
+                config.hStream = stream
+                (status,) = driver.cuLaunchKernelEx(config, item.function, item.address, 0)
             else:
                 (status,) = driver.cuLaunchKernel(
                     item.function, *launch.grid, *launch.block, launch.shared, stream, item.address, 0

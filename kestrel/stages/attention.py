@@ -60,7 +60,7 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
 
     any_size, common_size, wide = ATTENTION_STAGES
     kernel = common_size if attn.hd == 128 else any_size if attn.hd < 128 else wide
-    found = [Launch(kernel, (t.attention_blocks or 2 * t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
+    found = [Launch(kernel, (t.attention_blocks or t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
     if not args.merges:
         grid, threads = (ceil(attn.hd, 32), attn.nh, 1), (t.merge_threads, 1, 1)
         found.append(

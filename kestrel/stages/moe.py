@@ -97,11 +97,12 @@ def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Lau
     return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * warps, 1, 1), shared(warps, args.slots), args)
 
 
-def _down_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
+def _down_shared_bytes(topk: Any, mm: Any, rows: int, cluster: int) -> int:
     """Dynamic shared memory of ``k_moe_down`` (``DownShared``)."""
     groups, chosen = int(mm.w[0].k) // 32, int(mm.T)
-    ranks, inputs = _round_up(chosen, 8), _round_up(chosen * groups, 4)
-    own = 8 * _round_up(chosen, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * chosen * groups
+    share = chosen // cluster
+    ranks, inputs = _round_up(chosen, 8), _round_up(share * groups, 4)
+    own = 8 * _round_up(share, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * share * groups
     return own + 18 * chosen * rows * groups + router_shared_bytes(topk.E, chosen)
 
 
@@ -122,14 +123,17 @@ def _down(ops: Sequence[Op], topk: Any, h: int, t: Tuning) -> Launch | None:
     rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
     copied = (h, mm.w[0].scale)
     if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
-        few = rows
-        while few > 4 and _down_shared_bytes(topk, mm, few) > limit:
+        few, cluster = rows, max(1, t.down_cluster)
+        while mm.T % cluster:
+            cluster //= 2
+        while few > 4 and _down_shared_bytes(topk, mm, few, cluster) > limit:
             few -= 4
-        shared = _down_shared_bytes(topk, mm, few)
+        shared = _down_shared_bytes(topk, mm, few, cluster)
         if shared <= limit:
             args = MoeDownArgs(mm, combine, add, topk, rows=few)
             args.mm.x = h
-            return Launch("k_moe_down", (ceil(n, few), 1, 1), block, shared, args)
+            grid = (cluster * ceil(n, cluster * few), 1, 1)
+            return Launch("k_moe_down", grid, block, shared, args, cluster)
     shared = _down_any_shared_bytes(topk, mm, rows)
     if shared > limit:
         return None
