@@ -87,7 +87,7 @@ class Tuning:
     expert_warps: int = 12  # of such a block, at most 16
     expert_slots: int = 4  # quads of theirs, four rows of both, that a warp has in flight, at most
     down_warps: int = 8
-    down_cluster: int = 4  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
+    down_cluster: int = 2  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_threads: int = 256  # of a block, at most 256
     hash_long_bytes: int = 1 << 15  # of a row that many blocks share, if it is the only one of its tap
