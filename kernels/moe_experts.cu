@@ -11,8 +11,8 @@
 // A quad is four rows of gate and the same four of up of one chosen expert, which make four elements of h. The quads of all
 // chosen experts, rank after rank, are dealt to the blocks in runs of equal length, because what the fullest block has to
 // read is what counts; the warps of a block take those of its run in turn. Groups of h may then lie in two blocks, so h gets
-// its a8 from whoever reads it. A quad comes in two halves, gate, then up, and a warp has those of `slots` quads in flight; the
-// block's first halves are asked for ahead of all others, so that they come first and are computed while the others come.
+// its a8 from whoever reads it. A quad comes in two halves, gate, then up, and a warp asks for a half when the one before it
+// has come: what is asked for further ahead fills the queues of memory, and everything that anybody loads waits in them.
 #define QUAD_HELD 8  // groups of the input that a lane holds in registers, at a time
 
 // The input of a lane, which is one of the eight sums of its row: groups first + lane % 8, the next eight further, ...
@@ -39,13 +39,15 @@ struct HeldInput {
     }
 };
 
+#define RING_HALVES 2  // one is computed while the other comes
+
 // The quads of a warp, and the ring that their halves come to: u8[4][G][16] codes, then f16[4][G] scales of each.
 struct QuadRing {
     const GateUpArgs &a;
     const int *ids;             // of the chosen experts, by rank
-    unsigned long long *gates;  // u64[size]
-    unsigned char *halves;      // u8[size][72 * G]
-    int size, groups, per_expert;
+    unsigned long long *gates;  // u64[RING_HALVES]
+    unsigned char *halves;      // u8[RING_HALVES][72 * G]
+    int groups, per_expert;
     int first, apart;  // the warp's first quad, and from one to its next
     // The next half to be asked for: its number, place in the ring, rank of its expert, first group within the expert's matrix.
     int next, slot, rank, group;
@@ -56,7 +58,7 @@ struct QuadRing {
     // All but what depends on the choice, ahead of the moment that counts.
     DEVICE_MEMBER void prepare(int half) {
         next = half;
-        slot = half % size;
+        slot = half % RING_HALVES;
         rank = (int)((unsigned)quad(half) / (unsigned)per_expert);
         group = 4 * (quad(half) - rank * per_expert) * groups;
         bulk_expect(gates + slot, bytes());
@@ -70,9 +72,9 @@ struct QuadRing {
     }
 };
 
-// Dynamic shared: StagedRow, u64[warps, 2 * a.slots] gates, ChoiceShared, u8[warps, 2 * a.slots] halves.
+// Dynamic shared: StagedRow, u64[warps, RING_HALVES] gates, ChoiceShared, u8[warps, RING_HALVES] halves.
 DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
-    const int warps = warp_count(), warp = __shfl_sync(FULL_WARP, warp_id(), 0), lane = lane_id(), size = 2 * a.slots;
+    const int warps = warp_count(), warp = __shfl_sync(FULL_WARP, warp_id(), 0), lane = lane_id(), size = RING_HALVES;
     const int T = a.topk.T, per_expert = a.swiglu.F / 4, quads = T * per_expert, groups = a.mm.w[0].k / 32;
     StagedRow in;
     in.open(shared, groups);
@@ -83,7 +85,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     // The run of the block, and this warp's halves of it.
     const int begin = (int)((long long)quads * block / blocks), end = (int)((long long)quads * (block + 1) / blocks);
     const int mine = begin + warp < end ? 2 * ((end - begin - 1 - warp) / warps + 1) : 0;
-    QuadRing ring = {a, choice.ids, gates + warp * size, behind + choice_shared_bytes(a.topk.E, T), size, groups, per_expert,
+    QuadRing ring = {a, choice.ids, gates + warp * size, behind + choice_shared_bytes(a.topk.E, T), groups, per_expert,
                      begin + warp, warps, 0, 0, 0, 0};
     ring.halves += warp * size * ring.bytes();
     for (int i = 0; i < size; i++) bulk_open(ring.gates + i);
@@ -114,10 +116,6 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     const int step = 8 * QUAD_HELD;
     HeldInput held;
     if (groups <= step) held.load(in, 0, groups);
-    for (int i = 1; i < size && i < mine; i++) {
-        ring.prepare(i);
-        ring.ask();
-    }
     float silu = 0.0f;
     int slot = 0;
     unsigned round = 0;  // of the ring
@@ -128,6 +126,10 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         const uint4 *const codes = (const uint4 *)at + first_group;
         const unsigned short *const scale = (const unsigned short *)(at + 64 * groups) + first_group;
         bulk_wait(ring.gates + slot, round);
+        if (half + 1 < mine) {
+            ring.prepare(half + 1);
+            ring.ask();
+        }
         float sum = 0.0f;
 #pragma unroll 1
         for (int first = 0; first < groups; first += step) {
@@ -135,10 +137,6 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
             sum = held.add(codes + first, scale + first, in, first, groups, sum);
         }
         __syncwarp();  // before its place is asked for again
-        if (half + size < mine) {
-            ring.prepare(half + size);
-            ring.ask();
-        }
         sum = group_hsum8(sum);
         if (half % 2 == 0)
             silu = silu_form(sum);  // while the other half comes
@@ -258,7 +256,7 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-#define DOWN_LOADS 2  // of 16 bytes of h that a thread has on their way
+#define DOWN_LOADS 3  // of 16 bytes of h that a thread has on their way
 
 // a8 of the experts' inputs, `all` groups of h, f32[all, 32], by the block: eight lanes to a group, four elements to each.
 DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {

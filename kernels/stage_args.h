@@ -87,8 +87,6 @@ struct GateUpArgs {
     SwigluArgs swiglu;
     QuantizeA8Args a8;
     RouterTopkArgs topk;
-    int slots;  // experts of q4local: quads that a warp has room for
-    int reserved;
 };
 
 // router_topk, quantize_a8 of mm.x (k_moe_down alone), moe_matmul by down, moe_combine, add.

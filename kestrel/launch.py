@@ -78,14 +78,13 @@ class Tuning:
     apart: int = 1  # 0: the GPU may place several blocks of a stage on one multiprocessor
     stage_bytes: int = 1 << 16  # weights of a multiprocessor above which the any forms take twice the blocks
     streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
-    ring_bytes: int = 96 << 10  # of a block for such rows on their way
+    ring_bytes: int = 56 << 10  # of a block for such rows on their way
     head_blocks: int = 2  # of the head, on a multiprocessor
     router_rows: int = 1  # of a block, at most 4; more where there are more rows than multiprocessors
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
     expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
     expert_warps: int = 12  # of such a block, at most 16
-    expert_slots: int = 4  # quads of theirs, four rows of both, that a warp has in flight, at most
     down_warps: int = 8
     down_cluster: int = 2  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most

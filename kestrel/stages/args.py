@@ -97,8 +97,6 @@ GateUpArgs = _struct(
     ("swiglu", SwigluArgs),
     ("a8", QuantizeA8Args),
     ("topk", RouterTopkArgs),
-    ("slots", ctypes.c_int32),
-    ("reserved", ctypes.c_int32),
 )
 MoeDownArgs = _struct(
     "MoeDownArgs",

@@ -79,22 +79,19 @@ def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Lau
     blocks = min(quads, t.sms * t.expert_blocks)
     each = ceil(quads, blocks)
 
-    def shared(warps: int, slots: int) -> int:
-        own = 40 * groups + 16 * warps * slots
-        return own + router_shared_bytes(topk.E, topk.T) + warps * slots * 144 * groups
+    def shared(warps: int) -> int:
+        own = 40 * groups + 16 * warps + router_shared_bytes(topk.E, topk.T)
+        return own + warps * 144 * groups  # RING_HALVES
 
     limit = t.shared_limit - STATIC_SHARED
     turns = ceil(each, min(t.expert_warps, EXPERT_WARPS))
-    while turns < each and shared(ceil(each, turns), 1) > limit:
+    while turns < each and shared(ceil(each, turns)) > limit:
         turns += 1
     warps = ceil(each, turns)
-    slots = turns
-    while slots and shared(warps, slots) > limit:
-        slots -= 1
-    if not slots:
+    if shared(warps) > limit:
         return None
-    args = GateUpArgs(moe, swiglu, a8, topk, slots=min(slots, t.expert_slots))
-    return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * warps, 1, 1), shared(warps, args.slots), args)
+    args = GateUpArgs(moe, swiglu, a8, topk)
+    return Launch("k_moe_gate_up", (blocks, 1, 1), (32 * warps, 1, 1), shared(warps), args)
 
 
 def _down_shared_bytes(topk: Any, mm: Any, rows: int, cluster: int) -> int:

@@ -242,7 +242,7 @@ def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
     "tuning",
     [
         Tuning(expert_warps=3, sms=2),
-        Tuning(expert_warps=1, expert_slots=2, sms=1),
+        Tuning(expert_warps=1, sms=1),
         Tuning(expert_warps=16, sms=1),
         Tuning(down_warps=3, down_rows=20, sms=1),
         Tuning(down_warps=8, down_rows=64, sms=2),

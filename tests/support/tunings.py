@@ -38,7 +38,6 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "gate_up_blocks": (1, 3),
     "expert_blocks": (2, 3),
     "expert_warps": (1, 5),
-    "expert_slots": (1, 3),
     "down_warps": (1, 5),
     "down_rows": (4, 12),
     "hash_threads": (32, 96),
