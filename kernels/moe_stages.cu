@@ -137,8 +137,8 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     if (32 * (int)threadIdx.x < a.norm.d) prefetch_l2(a.norm.w + 32 * threadIdx.x);
     stage_router_rows(w, first, rows, sh);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
-    // What is needed behind the norm, ahead of the wait: where this lane's part of the row, and of the weights of its warp's first
-    // expert, will be; which experts; which part of the norm is to be stored.
+    // What is needed behind the norm, ahead of the wait: where this lane's part of the row, and of the weights of its warp's
+    // first expert, will be; which experts; which part of the norm is to be stored.
     const float *x = sh.x + lane_id();
     const uint4 *mine = sh.tile + warp_id() * sh.units * 32 + lane_id();
     int warp = warp_id(), lane = lane_id(), next_weights = warp_count() * sh.units * 32;
