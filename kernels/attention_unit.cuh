@@ -253,7 +253,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
                 put(squares + e + half, s1);
             }
             __syncwarp();
-            ss = sum_in_lanes<2 * N>(squares, hd);
+            ss = sum_in_lanes<2 * N>(squares + lane, hd - lane, hd);
 #endif
             const float r = inverse_sqrt(mean_of(ss, hd, inverse_hd) + (is_q ? st.q_norm.eps : st.k_norm.eps));
 #pragma unroll

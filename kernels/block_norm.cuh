@@ -49,21 +49,20 @@ DEVICE float warp_sum_f32(float v) {
     return v;
 }
 
-// The sum of n squares, or of sums of them, in shared memory in the contract's 32 lanes (sections 0 and 4), by a warp; every
-// lane gets it. The terms of a lane, BATCH at a time, are on their way together; +0 in the place of those past the end changes
-// no bit of a sum of what is not negative.
-template <int BATCH = 8> DEVICE float sum_in_lanes(const float *terms, int n) {
-    const float *const mine = terms + lane_id();
-    const int end = n - lane_id();
+// The sum of n > 0 squares, or of sums of them, in shared memory in the contract's 32 lanes (sections 0 and 4), by a warp;
+// every lane gets it. mine: the lane's first term, which is term lane_id(); left: n - lane_id(). The terms of a lane, BATCH at
+// a time, are on their way together; +0 in the place of those past the end changes no bit of a sum of what is not negative.
+template <int BATCH> DEVICE float sum_in_lanes(const float *mine, int left, int n) {
     float sum = 0.0f;
 #pragma unroll 1
-    for (int i = 0; i < n; i += 32 * BATCH) {
+    do {
         float t[BATCH];
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) t[j] = i + 32 * j < end ? mine[i + 32 * j] : 0.0f;
+        for (int j = 0; j < BATCH; j++) t[j] = 32 * j < left ? mine[32 * j] : 0.0f;
 #pragma unroll
         for (int j = 0; j < BATCH; j++) sum += t[j];
-    }
+        mine += 32 * BATCH, left -= 32 * BATCH, n -= 32 * BATCH;
+    } while (n > 0);
     return warp_hsum32(sum);
 }
 
@@ -94,7 +93,7 @@ DEVICE int norm_terms(int d) { return (d / 8 + d % 8 + 3) / 4 * 4; }
 // Shared memory of a block for a row of d elements; kestrel/launch.py computes the same size. d is a multiple of 32
 // where a8 is wanted.
 struct NormShared {
-    float *terms;    // f32[norm_terms(d) + 4]: block sums, then the tail's squares; 1 / d at norm_terms(d)
+    float *terms;    // f32[norm_terms(d)]: block sums, then the tail's squares
     float *x;        // f32[d rounded up to 4]: the normalised row
     int *gsum;       // i32[d/32 rounded up to 4]
     float *d;        // f32[d/32 rounded up to 4]
@@ -105,7 +104,7 @@ DEVICE NormShared norm_shared(unsigned char *base, int d) {
     const int row = (d + 3) / 4 * 4, groups = (d / 32 + 3) / 4 * 4;
     NormShared sh;
     sh.terms = (float *)base;
-    sh.x = sh.terms + norm_terms(d) + 4;
+    sh.x = sh.terms + norm_terms(d);
     sh.gsum = (int *)(sh.x + row);
     sh.d = (float *)(sh.gsum + groups);
     sh.q = (signed char *)(sh.d + groups);
@@ -144,6 +143,7 @@ DEVICE void store_eight(float *p, const float *v) {  // 16-byte aligned
 // sum from the last to the first, for the result from the first, which is still there, to the last.
 template <int C> struct NormRow {
     float x[C][8], w[C][8];
+    int thread;  // threadIdx.x, at hand
 
     DEVICE_MEMBER static int span_size() { return C * (int)blockDim.x; }
     DEVICE_MEMBER static int last_span(int blocks) {  // negative: none
@@ -152,7 +152,7 @@ template <int C> struct NormRow {
         while (span + span_size() < blocks) span += span_size();
         return span;
     }
-    DEVICE_MEMBER static int eight(int span, int c) { return span + c * (int)blockDim.x + (int)threadIdx.x; }
+    DEVICE_MEMBER int eight(int span, int c) const { return span + c * (int)blockDim.x + thread; }
 
     // `vector`: d is a multiple of 8. Past the row it is block 0 again.
     DEVICE_MEMBER void load_row(const float *p, int span, int blocks, bool vector) {
@@ -172,11 +172,13 @@ template <int C> struct NormRow {
 };
 
 // Asks for the norm's weights, lets the next kernel begin, waits for the one that makes x, asks for x, and returns r to
-// every thread that has a part of the row; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d) + 4] in
+// every thread that has a part of the row; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d)] in
 // shared memory. Every warp sums the terms for itself: that is as fast as by one warp, and saves a barrier behind it.
 template <int C>
 DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
+    row.thread = (int)threadIdx.x;
+    settle(row.thread);
     if (blocks > 0) row.load_weights(w, 0, blocks, vector);
     // Where this thread's part of x is, ahead of the wait for it.
     const float *at[C];
@@ -185,8 +187,14 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
         at[c] = x + 8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0);
         settle(at[c]);
     }
-    float *const inverse = terms + norm_terms(d);
-    if (threadIdx.x == 0) *inverse = 1.0f / (float)d;
+    // And what the sum needs.
+    const int all = blocks + tail;
+    const float *mine = terms + lane_id();
+    int left = all - lane_id();
+    float inverse = 1.0f / (float)d;
+    settle_shared(mine);
+    settle(left);
+    settle(inverse);
     start_next();
     wait_for_previous(at[0]);
 #pragma unroll 1
@@ -211,7 +219,7 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
     __syncthreads();
     // The first warp has the tail; the others leave shared memory to those that have a block.
     if (warp_id() > 0 && 32 * warp_id() >= blocks) return 0.0f;
-    return inverse_sqrt(mean_of(sum_in_lanes(terms, blocks + tail), d, *inverse) + eps);
+    return inverse_sqrt(mean_of(sum_in_lanes<8>(mine, left, all), d, inverse) + eps);
 }
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
@@ -323,8 +331,9 @@ DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, lo
     NormRow<C> row = {};
     const float r = norm_scale(x, norm.w, norm.d, norm.eps, terms, row, true);
     const int blocks = norm.d / 8;
+    int span = 0;
 #pragma unroll 1
-    for (int span = 0; span < blocks; span += row.span_size()) {
+    do {
         if (span > 0) {
             row.load_row(x, span, blocks, true);
             row.load_weights(norm.w, span, blocks, true);
@@ -341,7 +350,8 @@ DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, lo
                 ((uint2 *)(a8.q + m * norm.d))[b] = eight.codes;
             }
         }
-    }
+        span += row.span_size();
+    } while (span < blocks);
 }
 
 // rms_norm and a8 of row m into shared memory, and `part` of both to global memory. sh.x is written only with keep_x.

@@ -55,7 +55,7 @@ DEVICE void norm_gate_up(const NormGateUpArgs &a, int block, int blocks, unsigne
     store_groups(a.a8, in, norm_part(a.norm.d, block, blocks));
 }
 
-// Dynamic shared: f32[2, 64], Q4Stream, SplitRow, f32[norm_terms(d) + 4]. Streams are fewer than warps.
+// Dynamic shared: f32[2, 64], Q4Stream, SplitRow, f32[norm_terms(d)]. Streams are fewer than warps.
 KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_norm_gate_up)(const NormGateUpArgs a) {
     DYNAMIC_SHARED(shared);
     norm_gate_up(a, blockIdx.x, gridDim.x, shared);

@@ -15,15 +15,15 @@
 // l + 32 * j, j = 0..7, lie together in 16 bytes.
 struct RouterShared {
     int units;     // of a row
-    uint4 *tile;   // bf16[rows][units][32][8]
+    float *terms;  // f32[norm_terms(k)]: of norm_scale
     float *x;      // f32[256 * units]: the normalised row
-    float *terms;  // of norm_scale
+    uint4 *tile;   // bf16[rows][units][32][8]; room for a unit behind them that is read for nothing, as one behind x is
 
-    DEVICE_MEMBER RouterShared(unsigned char *base, int k, int rows) {
+    DEVICE_MEMBER RouterShared(unsigned char *base, int k) {
         units = (k + 255) / 256;
-        tile = (uint4 *)base;
-        x = (float *)(tile + rows * units * 32);
-        terms = x + 256 * units;
+        terms = (float *)base;
+        x = terms + norm_terms(k);
+        tile = (uint4 *)(x + 256 * units);
     }
 };
 
@@ -55,17 +55,17 @@ struct RouterUnit {
     float x[8];
 
     DEVICE_MEMBER void load(const uint4 *tile, const float *row, int unit) {
-        w = tile[32 * unit + lane_id()];
+        w = tile[32 * unit];
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = row[256 * unit + 32 * j + lane_id()];
+        for (int j = 0; j < 8; j++) x[j] = row[256 * unit + 32 * j];
     }
 };
 
 // The fast form has four chains in the place of one.
 #define ROUTER_CHAINS (KESTREL_FAST ? 4 : 1)
 
-// The logit of one row, by a warp; every lane gets it. tile: the row's. One fma waits for the one before it: the next unit is
-// asked for ahead of this one's chain.
+// The logit of one row, by a warp; every lane gets it. tile, x: the lane's first weights and element. One fma waits for the one
+// before it: the next unit is asked for ahead of this one's chain, at the end for nothing.
 DEVICE float router_logit(const uint4 *tile, const float *x, int k) {
     float acc[ROUTER_CHAINS] = {};
     auto add = [&](const RouterUnit &unit, int elements) {
@@ -77,16 +77,22 @@ DEVICE float router_logit(const uint4 *tile, const float *x, int k) {
             if (32 * j < elements) sum = fma_f32(weight, unit.x[j], sum);
         }
     };
-    const int whole = k / 256, last = (k + 255) / 256 - 1;
-    RouterUnit next;
-    next.load(tile, x, 0);
-#pragma unroll 2
-    for (int unit = 0; unit < whole; unit++) {
-        const RouterUnit now = next;
-        next.load(tile, x, unit < last ? unit + 1 : last);  // at the end for nothing
-        add(now, 256);
+    const int whole = k / 256;
+    RouterUnit even, odd;
+    even.load(tile, x, 0);
+#pragma unroll 1
+    for (int unit = 0; unit + 2 <= whole; unit += 2, tile += 64, x += 512) {
+        odd.load(tile, x, 1);
+        add(even, 256);
+        even.load(tile, x, 2);
+        add(odd, 256);
     }
-    if (whole <= last) add(next, k - 256 * whole);
+    if (whole % 2 != 0) {
+        odd.load(tile, x, 1);
+        add(even, 256);
+        even = odd;
+    }
+    if (k % 256 != 0) add(even, k % 256);
 #pragma unroll
     for (int i = 1; i < ROUTER_CHAINS; i++) acc[0] += acc[i];
     return warp_hsum32(acc[0]);
@@ -126,16 +132,31 @@ DEVICE void store_eight_apart(float *p, const float *v) {
 // of the wait.
 DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned char *shared) {
     const Weight &w = a.mm.w[0];
-    const RouterShared sh(shared, w.k, a.rows);
-    const int stride = a.rows * blocks;
+    const RouterShared sh(shared, w.k);
     int first = a.rows * block, rows = w.n - first < a.rows ? w.n - first : a.rows;
     if (32 * (int)threadIdx.x < a.norm.d) prefetch_l2(a.norm.w + 32 * threadIdx.x);
     stage_router_rows(w, first, rows, sh);
     const int d = a.norm.d / 32 * 32;  // as it is: the compiler drops what a tail would need
+    // What is needed behind the norm, ahead of the wait: where this lane's part of the row, and of the weights of its warp's
+    // first expert, will be; which experts; which part of the norm is to be stored.
+    const float *x = sh.x + lane_id();
+    const uint4 *mine = sh.tile + warp_id() * sh.units * 32 + lane_id();
+    int warp = warp_id(), lane = lane_id(), next_weights = warp_count() * sh.units * 32;
+    NormPart part = norm_part(a.norm.d, block, blocks);
+    settle_shared(x);
+    settle_shared(mine);
+    settle(warp);
+    settle(lane);
+    settle(next_weights);
+    settle(first);
+    settle(rows);
+    settle(part.first);
+    settle(part.end);
     NormRow<1> row;
     const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
+    int span = 0;
 #pragma unroll 1
-    for (int span = 0; span < d / 8; span += row.span_size()) {
+    do {
         if (span > 0) {
             row.load_row(a.norm.x, span, d / 8, true);
             row.load_weights(a.norm.w, span, d / 8, true);
@@ -143,15 +164,17 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
         float out[8];
         row.result(0, r, out);
         if (row.eight(span, 0) < d / 8) store_eight_apart(sh.x + 8 * row.eight(span, 0), out);
-    }
+        span += row.span_size();
+    } while (span < d / 8);
     __syncthreads();
-    if (warp_id() == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, norm_part(a.norm.d, block, blocks));
+    if (warp == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, part);
     while (true) {
-        for (int i = warp_id(); i < rows; i += warp_count()) {
-            const float logit = router_logit(sh.tile + i * sh.units * 32, sh.x, w.k);
-            if (lane_id() == 0) a.mm.y[first + i] = logit;
+        const uint4 *weights = mine;
+        for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
+            const float logit = router_logit(weights, x, w.k);
+            if (lane == 0) a.mm.y[first + i] = logit;
         }
-        first += stride;
+        first += a.rows * blocks;
         if (first >= w.n) break;
         rows = w.n - first < a.rows ? w.n - first : a.rows;
         __syncthreads();
@@ -160,7 +183,7 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     }
 }
 
-// Dynamic shared: RouterShared, its terms f32[norm_terms(d) + 4].
+// Dynamic shared: RouterShared.
 KERNEL LAUNCH_BOUNDS(256, 2) void FORM(k_norm_router)(const NormRouterArgs a) {
     DYNAMIC_SHARED(shared);
     norm_router(a, blockIdx.x, gridDim.x, shared);

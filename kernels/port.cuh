@@ -100,7 +100,14 @@ DEVICE float max_or_nan(float a, float b) {
 // A value as it is, of which the compiler knows nothing more: what is made of it is not computed further ahead, and the
 // value itself not later than here.
 DEVICE void settle(int &v) { asm volatile("" : "+r"(v)); }
+DEVICE void settle(float &v) { asm volatile("" : "+f"(v)); }
 template <class T> DEVICE void settle(T *&p) { asm volatile("" : "+l"(p)); }
+// The same of a place in shared memory, which stays known to be there.
+template <class T> DEVICE void settle_shared(T *&p) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(p);
+    asm volatile("" : "+r"(at));
+    p = (T *)__cvta_shared_to_generic(at);
+}
 
 // D += A B over int8, exact: A 16x32 by rows, B 32x8 by columns. Lane 4g+c holds of A the words (row g, column word c),
 // (g+8, c), (g, c+4), (g+8, c+4), of B the words (c, column g), (c+4, g), of D rows g and g+8, columns 2c and 2c+1.
@@ -308,7 +315,9 @@ DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
+DEVICE void settle(float &) {}
 template <class T> DEVICE void settle(T *&) {}
+template <class T> DEVICE void settle_shared(T *&) {}
 DEVICE int dot_u8_s8(unsigned a, unsigned b, int c) {
     for (int i = 0; i < 32; i += 8) c += (int)(a >> i & 0xffu) * (int)(signed char)(b >> i);
     return c;

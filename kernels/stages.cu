@@ -53,7 +53,7 @@ DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsig
     store_groups(a.a8, in, part);
 }
 
-// Dynamic shared: MatrixStream, SplitRow, f32[norm_terms(d) + 4]. 64 registers: beside a block of the stage before there is room
+// Dynamic shared: MatrixStream, SplitRow, f32[norm_terms(d)]. 64 registers: beside a block of the stage before there is room
 // for one of this.
 KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_norm_matmul_q4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);

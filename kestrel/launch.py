@@ -206,7 +206,7 @@ def attention_work_bytes(rows: int, heads: int, head_dim: int, context: int) -> 
 
 def norm_shared_bytes(d: int) -> int:
     """Dynamic shared memory of a block that norms a row of ``d`` elements (``NormShared``)."""
-    floats = norm_terms(d) + 4 + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
+    floats = norm_terms(d) + _round_up(d, 4) + 2 * _round_up(d // 32, 4)
     return 4 * floats + _round_up(d, 16)
 
 

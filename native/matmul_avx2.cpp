@@ -311,25 +311,41 @@ inline __m256 load_bf16(const unsigned short *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
 }
 
-// R weight rows times C inputs; the lanes k mod 32 of the contract are four vectors. 4 * R * C independent chains of fma.
+// R weight rows times C inputs; the lanes k mod 32 of the contract are four vectors. Registers hold all four for one input; for
+// several one at a time, over as many elements as stay in L1.
 template <int R, int C>
 inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int c0) {
+    constexpr int V = C == 1 ? 4 : 1;  // vectors at a time
+    constexpr int64_t kNear = 512;
     const int64_t k = task.w.k, full = k / 32 * 32;
     const auto *w = static_cast<const unsigned short *>(task.w.codes) + n * k;
     __m256 acc[R][C][4];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
             for (int v = 0; v < 4; v++) acc[r][c][v] = _mm256_setzero_ps();
-    for (int64_t i = 0; i < full; i += 32) {
-        if (C == 1)
+    for (int64_t first = 0; first < full; first += kNear) {
+        const int64_t end = std::min(first + kNear, full);
+        for (int v = 0; v < 4; v += V) {
+            __m256 sum[R][C][V];
             for (int r = 0; r < R; r++)
-                _mm_prefetch(reinterpret_cast<const char *>(w + (kPrefetchRows + r) * k + i), _MM_HINT_T0);
-        for (int v = 0; v < 4; v++) {
-            for (int r = 0; r < R; r++) {
-                const __m256 ws = load_bf16(w + r * k + i + 8 * v);
                 for (int c = 0; c < C; c++)
-                    acc[r][c][v] = _mm256_fmadd_ps(ws, _mm256_loadu_ps(x[c] + i + 8 * v), acc[r][c][v]);
+                    for (int u = 0; u < V; u++) sum[r][c][u] = acc[r][c][v + u];
+            for (int64_t i = first + 8 * v; i < end; i += 32) {
+                for (int u = 0; u < V; u++) {
+                    __m256 xs[C];
+                    for (int c = 0; c < C; c++) xs[c] = _mm256_loadu_ps(x[c] + i + 8 * u);
+                    for (int r = 0; r < R; r++) {
+                        const unsigned short *row = w + r * k + i + 8 * u;
+                        if (C == 1 && u == 0)
+                            _mm_prefetch(reinterpret_cast<const char *>(row + kPrefetchRows * k), _MM_HINT_T0);
+                        const __m256 ws = load_bf16(row);
+                        for (int c = 0; c < C; c++) sum[r][c][u] = _mm256_fmadd_ps(ws, xs[c], sum[r][c][u]);
+                    }
+                }
             }
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < C; c++)
+                    for (int u = 0; u < V; u++) acc[r][c][v + u] = sum[r][c][u];
         }
     }
     for (int v = 0; v < 4 && full + 8 * v < k; v++) {
@@ -351,7 +367,7 @@ inline void block_bf16(const MatmulTask &task, const float *const *x, int n, int
 
 template <int C>
 void inputs_bf16(const MatmulTask &task, const MatmulInput &input, int c0, int begin, int end) {
-    constexpr int R = C == 1 ? 2 : 1;  // 8 or 12 of the 16 registers are accumulators
+    constexpr int R = C == 1 ? 2 : 4;
     const float *x[C];
     for (int c = 0; c < C; c++) x[c] = input.x + static_cast<int64_t>(task.in_row[c0 + c]) * task.w.k;
     int n = begin;

@@ -25,7 +25,7 @@ def _q4local(mm: Any) -> bool:
 
 def _router_shared_bytes(d: int, rows: int) -> int:
     """Dynamic shared memory of ``k_norm_router`` (``RouterShared``)."""
-    return 512 * rows * ceil(d, 256) + 4 * (_round_up(d, 256) + norm_terms(d) + 4)
+    return 4 * (norm_terms(d) + _round_up(d, 256)) + 512 * (rows * ceil(d, 256) + 1)
 
 
 def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:

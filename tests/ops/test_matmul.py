@@ -199,14 +199,14 @@ def test_special_bf16(k: int) -> None:
 @pytest.mark.parametrize("M", [1, 3, 10])
 def test_lanes_without_an_element_stay_untouched(M: int) -> None:
     """Products that underflow to -0 leave -0 in a lane; adding a product of padding would make it +0."""
-    k = 12
+    k = 44
     codes = np.full((9, k), 0x8001, np.uint16)  # the negative bf16 nearest to zero
     w = QuantTensor(WType.bf16, codes, None, None, 9, k)
     data = replace(random_input(np.random.default_rng(0), M, k), x=np.full((M, k), 2.0**-149, np.float32))
     assert (product(w, data).view(np.uint32) == 0x80000000).all()
     check([w], data)
-    short = replace(w, codes=codes[:, :4].copy(), k=4)  # lanes 4..7 have no element and stay +0
-    few = replace(data, x=data.x[:, :4].copy())
+    short = replace(w, codes=codes[:, :28].copy(), k=28)  # lanes 28..31 have no element and stay +0
+    few = replace(data, x=data.x[:, :28].copy())
     assert (product(short, few).view(np.uint32) == 0).all()
     check([short], few)
 

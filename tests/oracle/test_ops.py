@@ -58,7 +58,8 @@ def check_rms_norm() -> None:
         x[3] *= F32(1e-3)  # a row in which eps matters
         out = run_op("rms_norm", x=x, w=w, out=np.zeros_like(x), M=5, d=d, eps=eps)
         expected = ref.rms_norm(x.astype(np.float64), w.astype(np.float64), float(F32(eps)))
-        roundings = ((d / 8 + d % 8) / 32 + 11) / 2 + 4  # a lane's terms; a square, its block's tree, the lanes' tree
+        # The terms of a lane; a square, its block's tree, the lanes' tree.
+        roundings = ((d / 8 + d % 8) / 32 + 11) / 2 + 4
         assert_close(out["out"], expected, roundings * U * np.abs(expected))
 
 
