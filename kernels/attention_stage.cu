@@ -196,17 +196,14 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
     u.slots = cut.slots;
     const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
     const float inverse_hd = 1.0f / (float)hd;
-    const bool maker = unit_makers(HS) == 0 || warp_id() < unit_makers(HS);  // of rows, which come from the launch before
     bool waited = false;
     int item = block;
 #pragma unroll 1
     for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
         take_item(u, cut, item);
-        UnitRows fetched = unit_rows(unit_makers(HS), hd);
         UnitScales scales = unit_scales(a, u, u.slot);
-        unit_fetch<false>(a, sh, hd, fetched, u, u.slot);
-        unit_fetch<true>(a, sh, hd, fetched, u, u.slot);
-        fetched = unit_rows(0, hd);
+        unit_fetch<false>(a, sh, hd, u, u.slot);
+        unit_fetch<true>(a, sh, hd, u, u.slot);
 #pragma unroll 1
         for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
             const int next = chunk + u.slots;
@@ -224,11 +221,9 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
                 if (!waited) {
                     unit_angles(st.rope, pos, sh.angle);
                     __syncthreads();
-                    if (maker) {
-                        start_next();
-                        wait_for_previous();
-                        waited = true;
-                    }
+                    start_next();
+                    wait_for_previous();
+                    waited = true;
                 }
                 RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
 #pragma unroll 1
@@ -246,11 +241,6 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
             if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
             if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
             copy_wait_closed();  // K
-            if (!waited) {
-                start_next();
-                wait_for_previous();
-                waited = true;
-            }
             __syncthreads();
             float score = 0.0f;
             if (HS == 1)
@@ -259,7 +249,7 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
                 unit_scores<W>(sh, hd, count);
             __syncthreads();
             scales = unit_scales(a, u, next);
-            unit_fetch<false>(a, sh, hd, fetched, u, next);  // K has done its work, and V has when the states are made
+            unit_fetch<false>(a, sh, hd, u, next);  // K has done its work, and V has when the states are made
             if (HS == UNIT_HEADS)
                 unit_soften_all(sh);
             else if (HS == 4)
@@ -272,7 +262,7 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
             __syncthreads();
             unit_states<W>(sh, u, HS, hd, states);
             __syncthreads();
-            unit_fetch<true>(a, sh, hd, fetched, u, next);
+            unit_fetch<true>(a, sh, hd, u, next);
         }
         if (u.chunks == 1) {
             store_unit(st, u, sh.s);

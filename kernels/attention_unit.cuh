@@ -67,24 +67,6 @@ struct Unit {
     long long base;      // cache slot of position 0
 };
 
-// The first warps make the rows, the others fetch K and V meanwhile. 0: every warp does both, in turn.
-DEVICE int unit_makers(int HS) { return HS + 2 < UNIT_WARPS ? HS + 2 : 0; }
-
-// Which rows of K and V a lane fetches, a unit of 16 bytes of each.
-struct UnitRows {
-    int first, step;  // first: past the last, if it has none
-    int at;           // its unit in a row
-};
-
-DEVICE UnitRows unit_rows(int makers, int hd) {
-    const int units = hd / 16, rows = 32 / units, row = lane_id() / units;
-    UnitRows r;
-    r.at = lane_id() - row * units;
-    r.step = (UNIT_WARPS - makers) * rows;
-    r.first = warp_id() < makers || row >= rows ? CHUNK : (warp_id() - makers) * rows + row;
-    return r;
-}
-
 // Positions of a chunk that are cached: all, but for the new one and what lies behind it.
 DEVICE int unit_cached(const Unit &u, int chunk) {
     const int left = u.pos - chunk * CHUNK;
@@ -92,17 +74,27 @@ DEVICE int unit_cached(const Unit &u, int chunk) {
 }
 
 // K, or V, of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory as a set of copies; allowed
-// before the stage's wait, because earlier steps wrote it. What lies past it has codes of 0, or scores that nobody reads.
+// before the stage's wait, because earlier steps wrote it. What lies past it has codes of 0, or scores that nobody reads. A lane
+// takes a unit of 16 bytes of every `step`-th row.
 template <bool VALUES>
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const UnitRows &r, const Unit &u, int chunk) {
+DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const Unit &u, int chunk) {
     const int cached = unit_cached(u, chunk);
-    const int stride = a.nkv * hd;
-    const signed char *const rows = (VALUES ? a.vq : a.kq) + (u.base + chunk * CHUNK) * stride + u.kv * hd + 16 * r.at;
-    signed char *const to = VALUES ? sh.v8 : sh.k8;
-    unsigned from = r.first * stride;  // of rows
-#pragma unroll 4
-    for (int t = r.first; t < cached; t += r.step, from += r.step * stride)
-        copy_async_16(to + row_place(hd, t, r.at), rows + from);
+    if (cached > 0) {
+        const int units = hd / 16, rows = 32 / units, row = lane_id() / units, at = lane_id() - row * units;
+        const int step = UNIT_WARPS * rows, stride = a.nkv * hd;
+        const int first = warp_id() % UNIT_WARPS * rows + row, left = row < rows ? cached - first : 0;
+        const signed char *from =
+            (VALUES ? a.vq : a.kq) + (u.base + chunk * CHUNK + first) * stride + u.kv * hd + 16 * at;
+        // Where places are turned, steps are powers of two and `first` is less than one: only bit 5 of i turns them again.
+        int place = row_place(hd, first, at), turned = place ^ ((hd & 63) == 0 ? 16 : 0);
+        settle(from);  // or all of it is worked out anew for every copy
+        settle(place);
+        settle(turned);
+        signed char *const to = VALUES ? sh.v8 : sh.k8;
+#pragma unroll 8
+        for (int i = 0; i < CHUNK; i += step)
+            if (i < left) copy_async_16(to + i * hd + ((i & 32) == 0 ? place : turned), from + (unsigned)(i * stride));
+    }
     copy_close();
 }
 

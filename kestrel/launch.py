@@ -20,7 +20,7 @@ Dim3 = tuple[int, int, int]
 
 ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
-CODES_BYTES = 8 * (32 + 4) * 16  # of V's weights of eight heads in a chunk, as in kernels/attention_values.cuh
+CODES_BYTES = 8 * (32 + 4) * 16  # of eight heads in a chunk, as in kernels/attention_values.cuh
 EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough

@@ -66,16 +66,19 @@ def compare(
     blocks: int = 264,
     seed: int = 0,
     spoil: Any = None,
+    spoil_values: Any = None,
     repeat: int = 1,
     merge_chunks: int = 1 << 20,
     **shape: Any,
 ) -> None:
-    """``spoil``: position and K scale of it; ``merge_chunks``: 0 for a merge in a launch of its own."""
+    """``spoil``: position and K scale of it, or V scale; ``merge_chunks``: 0 for a merge in a launch of its own."""
     config = tiny_config(**{"family": "qwen3", "layers": 1, "hidden": 64, "ffn": 64, "vocab": 64, **shape})
     rng = np.random.default_rng(position + seed)
     cache = cache_of(rng, BASE + position + 1, config.num_kv_heads, config.head_dim, cache_order)
     if spoil is not None:
         cache["ks"][BASE + spoil[0]] = spoil[1]
+    if spoil_values is not None:
+        cache["vs"][BASE:][spoil_values[0]] = spoil_values[1]
     expected = step_of(config, cache, position)
     tuning = Tuning(attention_blocks=blocks, merge_threads=32 + 32 * (seed % 4), merge_chunks=merge_chunks)
     backend = SimtBackend(tuning=tuning, seed=seed)
@@ -199,6 +202,23 @@ def test_scores_that_are_not_finite(position: int, place: int, value: float) -> 
                 head_dim=32,
                 merge_chunks=merge_chunks,
             )
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (40, np.nan),
+        (199, np.inf),
+        (slice(None), 0.0),
+        (slice(None), 2.0**-101),  # below which all codes are zero
+        (slice(None), np.nextafter(np.float32(1), np.float32(0))),  # rounds to a code too many
+        (slice(None), 3e38),
+    ],
+)
+@pytest.mark.parametrize("position", [200, 300])
+def test_scales_of_values(position: int, place: Any, value: float) -> None:
+    for blocks in (16, 8, 4, 2):  # one to eight heads a unit
+        compare(position, spoil_values=(place, value), blocks=blocks, heads=8, kv_heads=1, head_dim=32)
 
 
 @pytest.mark.parametrize("wtype", list(WType))

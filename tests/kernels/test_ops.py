@@ -354,9 +354,15 @@ def test_attention_rows(rng: np.random.Generator) -> None:
 
 
 def test_attention_of_special_values(rng: np.random.Generator) -> None:
-    for kind in ("zero", "nan", "inf", "rising", "falling", "equal", "huge", "zero query", "nan query"):
+    kinds = ("zero", "nan", "inf", "rising", "falling", "equal", "huge", "zero query", "nan query")
+    of_values = {
+        "zero values": 0.0,
+        "tiny values": 2.0**-101,
+        "largest code": np.nextafter(np.float32(1), np.float32(0)),
+    }
+    for kind in (*kinds, "nan value", "inf value", *of_values):
         case = attention_case(rng, [530], 2, 1, 32)
-        ks, kq, q = case.arrays["ks"], case.arrays["kq"], case.arrays["q"]
+        ks, kq, q, vs = (case.arrays[name] for name in ("ks", "kq", "q", "vs"))
         t = np.arange(len(ks))
         if kind == "zero":
             ks[:] = 0
@@ -370,6 +376,10 @@ def test_attention_of_special_values(rng: np.random.Generator) -> None:
             ks[:] = 0.01
         elif kind == "huge":
             ks[:] = 1e30
+        elif kind in ("nan value", "inf value"):
+            vs[[3, 300]] = np.nan if kind == "nan value" else np.inf
+        elif kind in of_values:
+            vs[:] = of_values[kind]
         else:
             q[:] = 0 if kind == "zero query" else np.nan
         expected = case.on_cpu()

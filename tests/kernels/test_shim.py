@@ -199,8 +199,8 @@ def test_matrices() -> None:
             np.testing.assert_array_equal(out[first + i], d[group + i // 2 * 8, 2 * column + i % 2])
     rows = np.ascontiguousarray(octets[::-1, :4]).reshape(4, 8, 16).view(np.uint16)  # of each matrix
     for q in range(4):
-        halves = rows[q, 2 * column, group].astype(np.uint32) | rows[q, 2 * column + 1, group].astype(np.uint32) << 16
-        np.testing.assert_array_equal(out[8 + q].view(np.uint32), halves)
+        low, high = (rows[q, 2 * column + i, group].astype(np.uint32) for i in range(2))
+        np.testing.assert_array_equal(out[8 + q].view(np.uint32), low | high << 16)
 
 
 def test_a_seed_shuffles_the_order_of_blocks() -> None:
