@@ -3,46 +3,6 @@
 
 #include "forms.cuh"
 
-DEVICE void load_sixteen(const float *p, float4 *t) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) t[j] = ((const float4 *)p)[j];
-}
-
-DEVICE float add_sixteen(const float4 *t, float sum) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        sum += t[j].x;
-        sum += t[j].y;
-        sum += t[j].z;
-        sum += t[j].w;
-    }
-    return sum;
-}
-
-// Walks `n` floats of shared memory in ascending order onto `sum`. Each addition hangs on the one before it, so nothing
-// else may cost time: of two sets of sixteen terms one is added while the other travels.
-DEVICE float ordered_sum(const float *terms, int n, float sum) {
-    int i = 0;
-    if (n >= 32) {
-        float4 even[4], odd[4];
-        load_sixteen(terms, even);
-#pragma unroll 1
-        for (; i + 32 <= n; i += 32) {
-            load_sixteen(terms + i + 16, odd);
-            sum = add_sixteen(even, sum);
-            load_sixteen(terms + (i + 64 <= n ? i + 32 : 0), even);  // at the end for nothing
-            sum = add_sixteen(odd, sum);
-        }
-    }
-    for (; i + 16 <= n; i += 16) {
-        float4 t[4];
-        load_sixteen(terms + i, t);
-        sum = add_sixteen(t, sum);
-    }
-    for (; i < n; i++) sum += terms[i];
-    return sum;
-}
-
 // Sum over a warp as a tree, for the fast forms; every lane gets it.
 DEVICE float warp_sum_f32(float v) {
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(FULL_WARP, v, step);
