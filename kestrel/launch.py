@@ -78,7 +78,8 @@ class Tuning:
     apart: int = 1  # 0: the GPU may place several blocks of a stage on one multiprocessor
     stage_bytes: int = 1 << 16  # weights of a multiprocessor above which the any forms take twice the blocks
     streams: int = 16  # warps of a block that take rows of q4local matrices, at most 16
-    ring_bytes: int = 56 << 10  # of a block for such rows on their way
+    ring_bytes: int = 96 << 10  # of a block for such rows on their way
+    head_ring_bytes: int = 56 << 10  # the same of the head
     head_blocks: int = 2  # of the head, on a multiprocessor
     router_rows: int = 1  # of a block, at most 4; more where there are more rows than multiprocessors
     gate_up_warps: int = 8

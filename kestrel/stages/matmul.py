@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kestrel.launch import (
@@ -285,7 +286,8 @@ def _head_stream(args: Any, t: Tuning) -> Launch | None:
     weights = weights_of(args.mm)
     if weights not in ("q4", "q8") or args.mm.w[0].k % 256 or args.mm.w[0].scale % 16:
         return None
-    found = streams_of(args.mm, HEAD_ROWS, _normed_row_bytes(args.norm.d), t)
+    own = replace(t, ring_bytes=t.head_ring_bytes)
+    found = streams_of(args.mm, HEAD_ROWS, _normed_row_bytes(args.norm.d), own)
     if found is None or found[0] > HEAD_BLOCKS:
         return None
     blocks, shared, args.stream = found

@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "stage_bytes": (1, 100),
     "streams": (1, 3),
     "ring_bytes": (1, 20_000),
+    "head_ring_bytes": (1, 20_000),
     "head_blocks": (1, 3),
     "router_rows": (2, 3),
     "gate_up_warps": (1, 5),
