@@ -94,6 +94,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     const A8Row row = {a.mm.xq, a.mm.xd, a.mm.gsum};
     const int ranks = block == 0 ? T : end > begin ? (int)((unsigned)(end - 1) / (unsigned)per_expert) + 1 : 0;  // needed here
     wait_for_previous();
+    start_next();  // so that k_moe_down has read the logits before memory is busy
     // What is read here is asked for ahead of the weights: it would come behind them.
     float4 logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (chooses) {
@@ -106,7 +107,6 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     if (warps == 1 && by_warp) in.copy(row, groups, blockDim.x);
     __syncthreads();
     if (mine > 0) ring.ask();
-    start_next();  // not earlier: the next launch's weights are not wanted before these
     if (block == 0 && !by_warp) {  // no run is shorter than its
         block_choice_weights(a.topk, 0, choice);
         block_store_choice(a.topk, 0, choice);
@@ -256,6 +256,7 @@ DEVICE float four_hsum8(const float *acc) {
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
+#define DOWN_ASKED 2  // experts' rows that are on their way at a time: more would hold up what all others load
 #define DOWN_LOADS 3  // of 16 bytes of h that a thread has on their way
 
 // a8 of the experts' inputs, `all` groups of h, f32[all, 32], by the block: eight lanes to a group, four elements to each.
@@ -305,9 +306,10 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
         for (int t = 0; t < S; t++) bulk_open(sh.gates + t);
     }
     __syncthreads();
-    // A warp to an expert, because a warp takes its time to ask.
+    // A warp to an expert, because a warp takes its time to ask; DOWN_ASKED on their way at a time.
 #pragma unroll 1
     for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < S; t += warp_count()) {
+        if (t >= DOWN_ASKED) bulk_wait(sh.gates + t - DOWN_ASKED, 0);
         const int to = t * together * groups;
         const long long from = ((long long)choice.ids[first + t] * w.n + n0) * groups;
         bulk_expect(sh.gates + t, 18 * asked * groups);
