@@ -273,7 +273,7 @@ def test_records_have_what_is_promised(records: dict[str, Path], small_config: M
         assert len(record["samples_ns"]) == 3
         assert re.fullmatch("[0-9a-f]{16}", record["output_hash"])
         assert record["bits_promised"] is True
-        assert record["contract"] == "1"
+        assert record["contract"] == "2"
         assert record["isa"] in ("scalar", "avx2", "avx512")
         assert record["peak_memory_bytes"] > 1e7
         assert (record["n_prompt"], record["n_gen"]) in ((12, 0), (0, 4))

@@ -40,7 +40,7 @@ def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert project["scripts"]["kestrel"] == "kestrel.cli:main"
     for argv in (["--version"], ["decode", "--version"], ["l2", "--version"]):
         assert cli.main(argv) == 0
-        assert capsys.readouterr().out == f"kestrel {kestrel.__version__} (contract 1)\n"
+        assert capsys.readouterr().out == f"kestrel {kestrel.__version__} (contract 2)\n"
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

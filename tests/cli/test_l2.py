@@ -117,7 +117,7 @@ def test_the_header_says_what_it_is(model_folder: Path, dumps: Path) -> None:
     from kestrel.checkpoints.manifest import read_manifest
 
     found = read_dump(dumps / "standard")
-    assert found.header["contract"] == "1"
+    assert found.header["contract"] == "2"
     assert found.header["model"] == "qwen3_moe"
     assert found.header["weights"] == read_manifest(model_folder).fingerprint
     for name in ("kestrel", "backend", "isa", "threads", "mode", "level"):
@@ -299,11 +299,12 @@ def test_other_contracts_and_models_are_refused_by_name(
 ) -> None:
     text = (dumps / "standard").read_text()
     weights = read_dump(dumps / "standard").header["weights"]
-    (tmp_path / "contract").write_text(text.replace("# contract 1\n", "# contract 2\n"))
+    (tmp_path / "contract").write_text(text.replace("# contract 2\n", "# contract 1\n"))
     other = text.replace(weights, "0" * 16).replace("# model qwen3_moe", "# model other")
     (tmp_path / "model").write_text(other)
     message = diff(dumps / "standard", tmp_path / "contract", capsys=capsys, code=1)
-    assert "different numerics contracts" in message
+    assert "dumps of different numerics contracts are not compared: " in message
+    assert f"{dumps / 'standard'}: 2; {tmp_path / 'contract'}: 1" in message
     message = diff(dumps / "standard", tmp_path / "model", capsys=capsys, code=1)
     assert f"qwen3_moe (weights {weights})" in message
     assert f"other (weights {'0' * 16})" in message

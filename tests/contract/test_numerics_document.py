@@ -106,18 +106,25 @@ def check_constants(text: str) -> None:
     sections = read_sections(text)
     for number, *forms in (
         ("12", f"`h = {contract.FNV_OFFSET}`", f"* {contract.FNV_PRIME} "),
-        ("7", f"chunks of **{contract.ATTENTION_CHUNK}**"),
+        (
+            "7",
+            f"chunks of **{contract.ATTENTION_CHUNK}**",
+            f"`j = t mod {contract.SUM_LANES}`",
+            f"), {contract.VALUE_CODE_MAX})`",
+            "below 2^-100",
+        ),
         ("2", "below 2^-100", f"groups of {contract.GROUP} "),
-        ("3", f"g mod {contract.LANES}", f"k mod {contract.LANES}"),
+        ("3", f"g mod {contract.LANES}", f"k mod {contract.SUM_LANES}"),
+        ("4", f"j mod {contract.SUM_LANES}", f"i mod {contract.SUM_LANES}"),
         ("0", f"canonical NaN is 0x{contract.NAN_BITS:08x}"),
     ):
         for form in forms:
             assert form in sections[number].text, f"section {number} does not say {form!r}"
     assert contract.A8_ZERO_BELOW == 2.0**-100
-    threshold = re.search(r"`a < (0x[0-9a-f]{8})`", sections["2"].text)
-    assert threshold
-    exponent = int(threshold[1], 16)
-    assert exponent == (127 - 100) << 23, "the encoding of 2^-100"
+    for number in ("2", "7"):
+        threshold = re.search(r"`a < (0x[0-9a-f]{8})`", sections[number].text)
+        assert threshold
+        assert int(threshold[1], 16) == (127 - 100) << 23, f"the encoding of 2^-100 in section {number}"
 
 
 def check_constants_in_code(native: str, device: str) -> None:
@@ -127,6 +134,9 @@ def check_constants_in_code(native: str, device: str) -> None:
     shared = (REPOSITORY / "kernels" / "contract.cuh").read_text(encoding="utf-8")
     assert f"0x{contract.NAN_BITS:08x}u" in shared
     assert "amax_bits < 0x0d800000u" in shared
+    assert "(a < 0x0d800000u)" in shared
+    assert f"code < {contract.VALUE_CODE_MAX} ? code : {contract.VALUE_CODE_MAX};" in shared
+    assert f"kSumLanes = {contract.SUM_LANES};" in native
     assert f"kAttentionChunk = {contract.ATTENTION_CHUNK};" in native
     assert f"#define CHUNK {contract.ATTENTION_CHUNK}\n" in device
     assert launch.CHUNK == contract.ATTENTION_CHUNK
@@ -190,10 +200,10 @@ def test_constants_in_code() -> None:
 @pytest.mark.parametrize(
     ("check", "old", "new"),
     [
-        (check_versions, "Contract version: **1**", "Contract version: **2**"),
-        (check_versions, "## 7. Attention\n\nVersion 1", "## 7. Attention\n\nVersion 2"),
+        (check_versions, "Contract version: **2**", "Contract version: **1**"),
+        (check_versions, "## 7. Attention\n\nVersion 2", "## 7. Attention\n\nVersion 1"),
         (check_versions, "## 8. Router\n\nVersion 1\n", "## 8. Router\n"),
-        (check_versions, "| norms | 1 |", "| norms | 3 |"),
+        (check_versions, "| norms | 2 |", "| norms | 3 |"),
         (check_versions, "## 13. Modes", "## 14. Modes"),
         (check_ops, "| `k_swiglu` |", "| `k_silu` |"),
         (check_ops, "| `rope` | `k_rope` |", "| `rotary` | `k_rope` |"),
@@ -202,7 +212,12 @@ def test_constants_in_code() -> None:
         (check_reasons, "**Why.** Contraction", "Contraction"),
         (check_constants, "h = 1469598103934665603", "h = 14695981039346656037"),
         (check_constants, "chunks of **256**", "chunks of **128**"),
-        (check_constants, "a < 0x0d800000", "a < 0x0d000000"),
+        (check_constants, "`a < 0x0d800000` (every", "`a < 0x0d000000` (every"),
+        (check_constants, "`a < 0x0d800000`\n   (all", "`a < 0x0d000000`\n   (all"),
+        (check_constants, "`j = t mod 32`", "`j = t mod 16`"),
+        (check_constants, "`l = j mod 32`", "`l = j mod 8`"),
+        (check_constants, "`l = k mod 32`", "`l = k mod 8`"),
+        (check_constants, "32767)`", "32768)`"),
         (check_fields, "| `kraw` | f32", "| `kraw`+ | f32"),
         (check_fields, "| `ks` | f32 `[nkv]` |", "| `ks` | f32 `[nkv, hd]` |"),
         (check_fields, "| `vs` | f32", "| `vs` | i8"),
@@ -220,6 +235,7 @@ def test_check_notices(check: Callable[[str], None], old: str, new: str) -> None
     [
         ("1099511628211ull", "1099511628217ull"),
         ("kAttentionChunk = 256;", "kAttentionChunk = 512;"),
+        ("kSumLanes = 32;", "kSumLanes = 16;"),
         ("#define CHUNK 256", "#define CHUNK 128"),
     ],
 )

@@ -75,7 +75,7 @@ def test_positions(position: int) -> None:
 
 
 def test_rising_and_falling_scores() -> None:
-    """The running maximum moves at every position, or only at the first."""
+    """The largest score is the last or the first of each chunk."""
     case = make_case(nh=2, nkv=1, hd=64, positions=[300, 300], slots=301)
     case["base"][:] = 0
     case["kq"][:] = np.sign(case["q"][0, :64]).astype(np.int8) * 100
@@ -154,7 +154,7 @@ def test_scale_of_codes_changes_at_a_power_of_two(largest: float, steps: int) ->
 @pytest.mark.parametrize("quarters", range(-6, 1))
 def test_largest_code_is_clamped(quarters: int) -> None:
     """Weights of 32766.5 to almost 32768 units: what rounds to 32768 is 32767; -32768 stays."""
-    top = np.float32((32768 + quarters / 4) / 32768) if quarters else np.nextafter(np.float32(1), np.float32(0))
+    top = min(np.float32((32768 + quarters / 4) / 32768), np.nextafter(np.float32(1), np.float32(0)))
     for sign in (1, -1):
         case = flat_case(sign * np.array([top, 0.25, top], np.float32))
         codes, unit = reference.value_codes(np.ascontiguousarray(case["vs"][:, 0]))
@@ -189,7 +189,7 @@ def test_exponentials_are_summed_in_32_lanes() -> None:
     case["q"][:] = 1
     case["kq"][:] = 1
     case["vq"][:] = 127
-    # The first score is the largest by 17.4: the other exponentials are a quarter of a unit of its last place.
+    # The first score is the largest by 17.4: the other exponentials are a quarter of its last place.
     case["ks"][:] = 0
     case["ks"][0] = 17.4 / (32 * case["qscale"])
     check_forms("attention", {"out": expected_of(case)}, **case)

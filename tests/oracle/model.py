@@ -37,8 +37,8 @@ class Oracle:
     """``config`` is a config.json in the style of transformers 4 or 5.
 
     ``int8_inputs`` passes the input of every quantised matrix through int8 groups of 32; ``int8_attention``
-    passes Q, K and V through int8 rows: what the contract's quantisation means, without its float32
-    rounding. The router reads unquantised inputs.
+    passes Q, K and V through int8 rows and the weights of V through 15 bits: what the contract's quantisation
+    means, without its float32 rounding. The router reads unquantised inputs.
     """
 
     config: Mapping[str, Any]
@@ -94,9 +94,15 @@ class Oracle:
         positions = np.arange(rows) % T * 1.0
         q, k = ref.rope(q, positions, frequencies, factor), ref.rope(k, positions, frequencies, factor)
         if self.int8_attention:
+            v_step = ref.int8_step(v)
             q, k, v = ref.through_int8(q), ref.through_int8(k), ref.through_int8(v)
         parts = [slice(begin, begin + T) for begin in range(0, rows, T)]
-        out = np.concatenate([ref.attention(q[part], k[part], v[part]) for part in parts])
+        out = np.concatenate(
+            [
+                ref.attention(q[part], k[part], v[part], v_step[part] if self.int8_attention else None)
+                for part in parts
+            ]
+        )
         return self._linear(out.reshape(rows, nh * hd), p + "self_attn.o_proj")
 
     def _qk_norm(self, p: str, x: F64, name: str) -> F64:

@@ -56,11 +56,23 @@ def quantise_rows(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], F6
     return codes, (amax / np.float32(127))[..., 0].astype(np.float64)
 
 
+def int8_step(x: F64) -> F64:
+    """The scale [..., 1] of rows (last axis) stored as int8."""
+    amax = np.abs(x).max(axis=-1, keepdims=True)
+    return np.where(amax > 0, amax, 1.0) / 127
+
+
 def through_int8(x: F64) -> F64:
     """What is left of rows (last axis) that were stored as int8 with one scale."""
-    amax = np.abs(x).max(axis=-1, keepdims=True)
-    step = np.where(amax > 0, amax, 1.0) / 127
+    step = int8_step(x)
     return np.rint(x / step) * step
+
+
+def through_15_bits(w: F64) -> F64:
+    """What is left of non-negative rows (last axis) as 15-bit multiples of a power of two."""
+    largest = w.max(axis=-1, keepdims=True)
+    step = 2.0 ** (np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - 14)
+    return np.minimum(np.rint(w / step), 2**15 - 1) * step
 
 
 # -- layers --------------------------------------------------------------------------------------------------
@@ -134,8 +146,12 @@ def kv_head_of(query_head: int, heads: int, kv_heads: int) -> int:
     return query_head // (heads // kv_heads)
 
 
-def attention(q: F64, k: F64, v: F64) -> F64:
-    """Causal softmax attention. q [T, nh, hd] at the last T of the S positions of k, v [S, nkv, hd]."""
+def attention(q: F64, k: F64, v: F64, v_step: F64 | None = None) -> F64:
+    """Causal softmax attention. q [T, nh, hd] at the last T of the S positions of k, v [S, nkv, hd].
+
+    With ``v_step`` [S, nkv, 1], the scales of V, the weights of its codes pass through 15 bits, 256 positions
+    at a time.
+    """
     T, nh, hd = q.shape
     S, nkv, _ = k.shape
     visible = np.arange(S)[None, :] <= np.arange(S - T, S)[:, None]
@@ -145,7 +161,18 @@ def attention(q: F64, k: F64, v: F64) -> F64:
         scores = q[:, head] @ k[:, shared].T / math.sqrt(hd)
         scores = np.where(visible, scores, -np.inf)
         p = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = p / p.sum(axis=1, keepdims=True) @ v[:, shared]
+        total = p.sum(axis=1, keepdims=True)
+        for begin in range(0, S, 256):
+            if v_step is None:
+                break
+            part = slice(begin, begin + 256)
+            # Each part is relative to its own largest score, which moves its powers of two.
+            top = scores[:, part].max(axis=1, keepdims=True)
+            shift = np.exp(top - scores.max(axis=1, keepdims=True))
+            relative = np.where(shift > 0, p[:, part] / np.where(shift > 0, shift, 1.0), 0.0)
+            step = v_step[part, shared, 0]
+            p[:, part] = through_15_bits(relative * step) / step * shift
+        out[:, head] = p / total @ v[:, shared]
     return out
 
 

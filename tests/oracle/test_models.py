@@ -26,7 +26,7 @@ from tests.support.models import AWKWARD, random_weights, tiny_config
 
 # Float32 rounding through two or three layers: logits spread by 2, and 1e-5 of that is 80 roundings.
 ROUNDING = 2e-5
-SEQUENCES, LENGTH = 12, 3
+SEQUENCES, LENGTH = 24, 3
 
 CONFIGS: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": ("llama", {}),

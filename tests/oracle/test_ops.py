@@ -227,8 +227,30 @@ def check_attention() -> None:
             expected = ref.attention(read[m : m + 1], k[seen], v[seen])
             magnitude = ref.attention(read[m : m + 1], k[seen], np.abs(v[seen]))
             score = np.abs(read[m]).sum(axis=-1).max() * np.abs(k[seen]).max() / np.sqrt(hd)
-            # One fma a position, then exponentials of rounded scores and the rescaling steps.
-            assert_close(out[m : m + 1], expected, (position + 20 * (1 + score / 4) + 60) * U * magnitude)
+            # Exponentials of rounded scores, a dozen roundings around a chunk's sums, the merge of three.
+            roundings = (20 * (1 + score / 4) + 60) * U * magnitude
+            codes = _weight_codes(read[m], k[seen], v[seen], vs[base:][seen].astype(np.float64))
+            assert_close(out[m : m + 1], expected, roundings + codes)
+
+
+def _weight_codes(q: F64, k: F64, v: F64, vs: F64) -> F64:
+    """What the integer codes of the weights can make of one row, f64[nh, hd].
+
+    The largest weight of a chunk has a code of at least 2^14, and the others are rounded to the same unit:
+    each is off by half a unit, at most 2^-15 of the largest. A code that is clamped is off by less than a
+    unit, but then the largest is at least 32767.5 of them, which comes to 2^-15 * (1 + 2^-15).
+    """
+    bound = np.zeros(q.shape)
+    for head, row in enumerate(q):
+        kv = head // (len(q) // k.shape[1])
+        scores = k[:, kv] @ row / np.sqrt(len(row))
+        p = np.exp(scores - scores.max())
+        weights = p / p.sum() * vs[:, kv]
+        codes = np.abs(v[:, kv]) / vs[:, kv, None]
+        for begin in range(0, len(k), 256):
+            chunk = slice(begin, begin + 256)
+            bound[head] += weights[chunk].max() * codes[chunk].sum(axis=0)
+    return bound * 2.0**-15 * (1 + 2.0**-15)
 
 
 def check_router_topk() -> None:
