@@ -51,19 +51,22 @@ DEVICE AttentionBlock attention_block_of(const AttentionArgs &a, int chunks) {
 DEVICE void chunk_softmax(const AttentionArgs &a, const AttentionShared &sh, const AttentionBlock &b, int chunk, bool keep) {
     for (int j = warp_id(); j < b.heads; j += warp_count()) {
         const HeadState state = soften_head(sh.s + j * CHUNK, sh.vs, sh.exp_table, codes_at(sh.codes, j, 0));
-        const float left = chunk == 0 ? MINUS_INFINITY : sh.m[j], merged = state.m > left ? state.m : left;
-        const float factor_left = exp_form(left - merged), factor = exp_form(state.m - merged);
-        __syncwarp();
         if (lane_id() == 0) {
             sh.d[j] = state.d;
-            sh.a[j] = factor_left;
-            sh.b[j] = factor;
-            sh.m[j] = merged;
-            if (keep)
-                sh.l[j] = chunk == 0 ? state.l : merge_one(sh.l[j], state.l, factor_left, factor);
-            else
+            if (!keep) {
                 *(float2 *)(partial_state(a, chunk, b.m, b.h0 + j) + a.hd) = make_float2(state.m, state.l);
+            } else if (chunk == 0) {
+                sh.m[j] = state.m;
+                sh.l[j] = state.l;
+            } else {
+                const float left = sh.m[j], merged = state.m > left ? state.m : left;
+                sh.a[j] = exp_form(left - merged);
+                sh.b[j] = exp_form(state.m - merged);
+                sh.m[j] = merged;
+                sh.l[j] = merge_one(sh.l[j], state.l, sh.a[j], sh.b[j]);
+            }
         }
+        __syncwarp();
     }
 }
 

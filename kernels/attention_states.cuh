@@ -30,7 +30,7 @@ DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
     const signed char *const row = sh.k8 + t * hd;
     const int turn = row_place(hd, t, 0) - t * hd;
     int dots[2] = {DOT_BIAS, 0};
-#pragma unroll 4
+#pragma unroll 8
     for (int at = 0; at < hd; at += 16) {
         const int4 k = *(const int4 *)(row + (at ^ turn)), q = *(const int4 *)(sh.q8 + at);
         dots[0] = __dp4a(k.x, q.x, dots[0]);
@@ -44,37 +44,38 @@ DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
     return score;
 }
 
-// s[j][t] of the chunk, 16 positions by eight heads at a time, in int8. What lies past the heads makes scores that nobody reads.
+// s[j][t] of the chunk, a warp to 32 positions of eight heads, in int8. What lies past the heads makes scores that nobody reads.
 template <int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
     const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + group;
     unsigned q8[W] = {};  // of head `group`
     unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
     const float2 qs = *(const float2 *)(sh.qs + 2 * part);
-    float ks[4];  // of positions first + 8 * i
+    float ks[4];            // of positions first + 8 * i
+    unsigned k8[4][W] = {};  // their rows
 #pragma unroll
-    for (int i = 0; i < 4; i++) ks[i] = sh.ks[first + 8 * i];
+    for (int i = 0; i < 4; i++) {
+        ks[i] = sh.ks[first + 8 * i];
+        unit_words<W>(sh.k8, hd, first + 8 * i, part, k8[i]);
+    }
+    int dots[2][4];
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-        const int t0 = 32 * warp_id() + 16 * tile;
-        int dots[4] = {DOT_BIAS, DOT_BIAS, DOT_BIAS, DOT_BIAS};
-        if (t0 < count) {
-            unsigned k8[2][W] = {};  // rows t0 + group and t0 + group + 8
+    for (int i = 0; i < 8; i++) dots[i / 4][i % 4] = DOT_BIAS;
 #pragma unroll
-            for (int i = 0; i < 2; i++) unit_words<W>(sh.k8, hd, t0 + group + 8 * i, part, k8[i]);
+    for (int step = 0; step < W / 2; step++) {
 #pragma unroll
-            for (int step = 0; step < W / 2; step++) {
-                if (32 * step < hd) {
-                    const unsigned ka[4] = {k8[0][2 * step], k8[1][2 * step], k8[0][2 * step + 1], k8[1][2 * step + 1]};
-                    mma_s8(dots, ka, q8 + 2 * step);
-                }
+        for (int tile = 0; tile < 2; tile++) {
+            if (32 * step < hd) {
+                const unsigned *const even = k8[2 * tile] + 2 * step, *const odd = k8[2 * tile + 1] + 2 * step;
+                const unsigned ka[4] = {even[0], odd[0], even[1], odd[1]};
+                mma_s8(dots[tile], ka, q8 + 2 * step);
             }
         }
+    }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int j = 2 * part + i % 2, t = t0 + group + 8 * (i / 2);
-            const float score = biased_dot(dots[i]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[2 * tile + i / 2]);
-            sh.s[j * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
-        }
+    for (int i = 0; i < 8; i++) {  // head 2 * part + i % 2, position t
+        const int row = i / 2, t = first + 8 * row;
+        const float score = biased_dot(dots[row / 2][2 * (row % 2) + i % 2]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[row]);
+        sh.s[(2 * part + i % 2) * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
     }
 }
 

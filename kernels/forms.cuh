@@ -35,7 +35,7 @@ DEVICE void touch_exp_table() {
 }
 // The table in shared memory, u64[64], for a kernel that has many to read: behind a barrier.
 DEVICE void copy_exp_table(unsigned long long *table) {
-    if (threadIdx.x < 64) table[threadIdx.x] = EXPF_UCRT_TABLE[threadIdx.x];
+    for (unsigned i = threadIdx.x; i < 64; i += blockDim.x) table[i] = EXPF_UCRT_TABLE[i];
 }
 DEVICE float inverse_sqrt(float x) { return 1.0f / sqrt_f32(x); }
 DEVICE float cos_form(float x) { return cosf_ucrt(x); }

@@ -71,7 +71,7 @@ def compare(
     merge_chunks: int = 1 << 20,
     **shape: Any,
 ) -> None:
-    """``spoil``: position and K scale of it, or V scale; ``merge_chunks``: 0 for a merge in a launch of its own."""
+    """``spoil``: position and K scale of it, or V scale; ``merge_chunks``: 0 for a launch that merges."""
     config = tiny_config(**{"family": "qwen3", "layers": 1, "hidden": 64, "ffn": 64, "vocab": 64, **shape})
     rng = np.random.default_rng(position + seed)
     cache = cache_of(rng, BASE + position + 1, config.num_kv_heads, config.head_dim, cache_order)

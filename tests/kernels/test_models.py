@@ -128,10 +128,11 @@ def test_a_head_size_without_kernels_is_refused_before_anything_is_uploaded() ->
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_launch_takes_more_shared_memory_than_a_block_may(head_dim: int, rows: int) -> None:
-    """99 KB is what blocks of sm_86, sm_89 and sm_120 may take; 8 heads of 256 would need more."""
+    """99 KB is what blocks of sm_86, sm_89 and sm_120 may take: less than the stage needs for heads of 256.
+    80 KB are less than 8 such heads of a prompt need."""
     config = tiny_config("qwen3_moe", heads=16, kv_heads=2, head_dim=head_dim)
     ops = make_model(config, slots=270).step(rows, 1, "standard").ops
-    small = Tuning(shared_limit=99 * 1024)
+    small = Tuning(shared_limit=(99 if rows == 1 else 80) * 1024)
     needed = [launch.shared for launch in plan(ops, "l2exact", small).main]
     assert max(needed) <= small.shared_limit - STATIC_SHARED
     if head_dim == 256:
