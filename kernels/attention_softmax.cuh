@@ -87,7 +87,7 @@ struct HeadState {
     float m, l, d;
 };
 
-// All of it by one warp. s, vs: f32[CHUNK], -inf and +0 past the positions; codes: those of the head's lane 0.
+// Scores to codes and state by one warp. s, vs: f32[CHUNK], -inf and +0 past the positions; codes: those of the head's lane 0.
 DEVICE HeadState soften_head(const float *s, const float *vs, const unsigned long long *table, unsigned *codes) {
     HeadState state;
     float score[STRIPES], scale_v[STRIPES];

@@ -87,7 +87,7 @@ DEVICE UnitPart unit_part(int HS) {
     return {warp_id() * HS / UNIT_WARPS, warp_id() * HS % UNIT_WARPS};
 }
 
-// The same of eight heads, each by one warp, which nobody has to wait for.
+// Scores of eight heads to the codes, each by one warp, which waits for no other.
 DEVICE void unit_soften_all(const UnitShared &sh) {
     const int head = warp_id();
     const HeadState state = soften_head(sh.s + head * UNIT_PITCH, sh.vs, sh.exp_table, codes_at(sh.codes, head, 0));
@@ -98,7 +98,7 @@ DEVICE void unit_soften_all(const UnitShared &sh) {
     }
 }
 
-// Scores s, I of a lane, to the codes, with a barrier inside; I is the heads of the unit. m: the head's maximum.
+// The same of less than eight: s are this lane's I scores, I the heads of the unit, m the maximum of its head. With a barrier.
 template <int I> DEVICE void unit_soften(const UnitShared &sh, const float (&s)[I], float m) {
     const UnitPart part = unit_part(I);
     float vs[I];

@@ -15,7 +15,7 @@
 struct UnitShared {
     float *s;              // f32[HS, UNIT_PITCH]: scores, -inf past the chunk's positions
     float *p;              // f32[HS, UNIT_PITCH]: exponentials, for less than eight heads
-    float *squares;        // in its place, while rows are made: f32[UNIT_ROWS, hd rounded up to 64, + 4]
+    float *squares;        // in the place of s, while rows are made: f32[UNIT_ROWS, hd rounded up to 64, + 4]
     float *angle;          // f32[hd]: cosines, then sines
     float *ks, *vs;        // f32[CHUNK]; vs is +0 past the chunk's positions
     float *qs;             // f32[HS]
