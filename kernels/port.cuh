@@ -88,6 +88,7 @@ DEVICE float4 load_l2(const float4 *p) {
 // Each word tells of itself, so neither side needs a fence; of anything else that its writer wrote it tells nothing. Traps
 // after about ten seconds (a look takes most of a microsecond): a step that cannot end shall fail.
 DEVICE float4 await_values(const float4 *p) {
+#pragma unroll 1
     for (unsigned looks = 0; looks < 1u << 24; looks++) {
         float4 v;
         asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"

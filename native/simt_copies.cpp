@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint64_t kGateMark = 0x67617465;  // upper half of an open gate; the lower one is its number
 constexpr long long kMaxGateBytes = (1 << 20) - 1;
-constexpr unsigned kAlways = 4;  // of how prompt a block's bulk copies are
 
 // A turn of a gate.
 std::string name(const Gate &gate, unsigned turn) {

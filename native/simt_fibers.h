@@ -12,6 +12,7 @@
 namespace simt {
 
 constexpr int kPoison = 0xff;  // NaN as a float, -1 as an integer
+constexpr unsigned kAlways = 4;  // what a seed decides happens so many times, or fewer, out of so many
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
 

@@ -192,11 +192,13 @@ bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
 
 // Blocks that are alive at once, in turns, to their ends.
 void run_blocks(std::vector<Block *> living, std::vector<unsigned> &order) {
+    // How often a block is left while it could go on, out of kAlways times.
+    const uint64_t restless = shuffled && living.size() > 1 ? next_random() % (kAlways + 1) : 0;
     while (!living.empty()) {
         if (shuffled) shuffle_order(living);
         bool moved = false;
         for (Block *block : living) {
-            const bool leave_early = shuffled && living.size() > 1 && next_random() % 2;
+            const bool leave_early = restless > 0 && next_random() % kAlways < restless;
             moved |= advance(*block, order, leave_early ? 1 + next_random() % (2 * block_threads) : UINT64_MAX);
         }
         if (!moved) {
