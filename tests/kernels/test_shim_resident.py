@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 def words(count: int) -> Ints:
     """Words that nobody has written yet."""
     array: Ints = aligned_empty((count,), np.int32)
-    array.fill(UNWRITTEN)
+    array[:] = UNWRITTEN
     return array
 
 
