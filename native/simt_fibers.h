@@ -34,9 +34,9 @@ struct Fiber {
     bool started = false;  // its stack holds the entry loop
     Site site;
     jmp_buf context;
-    unsigned char *stack;                // u8[kStackBytes]; the fibers of one place in their blocks share it
-    unsigned char *lowest;               // what it needs of its stack begins here
-    std::vector<unsigned char> frames;   // the same, from there to the end, while another block is in place
+    unsigned char *stack;               // u8[kStackBytes]; fibers of the same number in their blocks share it
+    unsigned char *lowest;              // what it needs of its stack begins here
+    std::vector<unsigned char> frames;  // the same, from there to the end, while another block is in place
     std::vector<PendingCopy> copies;
     unsigned gate, turn;    // at_gate
     const float4 *awaited;  // awaiting: until none of the words there
