@@ -6,6 +6,8 @@
 #include "contract.cuh"
 #include "op_args.h"
 
+#define UNWRITTEN 0xffffffffu  // bits of a word that nobody has written yet; no value has them
+
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 
 #define KERNEL extern "C" __global__
@@ -80,6 +82,25 @@ DEVICE float4 load_l2(const float4 *p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
+}
+
+// The four words at p as soon as none is UNWRITTEN: values that other blocks of this launch write, all of which are resident.
+// Each word tells of itself, so neither side needs a fence; of anything else that its writer wrote it tells nothing. Traps
+// after about ten seconds (a look takes most of a microsecond): a step that cannot end shall fail.
+DEVICE float4 await_values(const float4 *p) {
+#pragma unroll 1
+    for (unsigned looks = 0; looks < 1u << 24; looks++) {
+        float4 v;
+        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "l"(p));
+        if (__float_as_uint(v.x) != UNWRITTEN && __float_as_uint(v.y) != UNWRITTEN && __float_as_uint(v.z) != UNWRITTEN &&
+            __float_as_uint(v.w) != UNWRITTEN)
+            return v;
+        __nanosleep(20);
+    }
+    __trap();
+    return {};
 }
 
 // atomicInc that releases what this thread has written or seen behind a barrier, and acquires what others have so released:
@@ -305,6 +326,9 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
+DEVICE float4 await_values(const float4 *p, simt::Site site = simt::caller()) {
+    return simt::await_values(site, p, UNWRITTEN);
+}
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}

@@ -1,23 +1,13 @@
-// The scheduler of the CUDA shim: fibers, barriers, warp operations (see simt_host.h).
+// The scheduler of the CUDA shim: fibers, barriers, warp operations, values of other blocks (see simt_host.h).
 #include "simt_fibers.h"
 
-#include <signal.h>
-#include <sys/mman.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-// The linker's names for the ends of the section that holds every __shared__ variable.
-extern "C" {
-extern unsigned char __start_simt_shared[] __attribute__((weak));
-extern unsigned char __stop_simt_shared[] __attribute__((weak));
-}
 
 namespace simt {
 
@@ -26,67 +16,14 @@ const uint3 *thread_index;
 bool bulk_gates;
 Counters counters;
 
-std::vector<std::unique_ptr<Fiber>> fibers;
 unsigned block_threads;
 Fiber *current;
 bool shuffled;
-unsigned char *shared_base;
 
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
-
-struct Warp {
-    unsigned existing, ended, arrived;  // lane masks
-    Site site[32];
-    Collective kind[32];
-    unsigned mask[32];
-    uint64_t value[32], result[32];
-    int arg[32], width[32];
-};
-
-std::vector<Warp> warps;
-unsigned ended_threads;  // of the running block
-size_t shared_bytes;     // of dynamic shared memory, as the launch asked for them
-size_t shared_room;      // the same, rounded up as a GPU allocates them
-
-// Dynamic shared memory ends where a page begins that nobody may touch, so that a read past the end is seen, too: on a
-// GPU it is an illegal address.
-class SharedMemory {
-  public:
-    unsigned char *place(size_t bytes) {
-        if (!memory_) {
-            page_ = (size_t)sysconf(_SC_PAGESIZE);
-            size_ = (kMaxSharedBytes + 128 + page_ - 1) / page_ * page_;
-            void *const found = mmap(nullptr, size_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-            if (found == MAP_FAILED) throw std::runtime_error("no memory for shared memory");
-            memory_ = static_cast<unsigned char *>(found);
-            mprotect(memory_ + size_, page_, PROT_NONE);
-            struct sigaction action = {};
-            action.sa_sigaction = on_fault;
-            action.sa_flags = SA_SIGINFO;
-            sigaction(SIGSEGV, &action, &before_);
-        }
-        return memory_ + size_ - bytes;
-    }
-
-  private:
-    // Says what it was, then dies as without it.
-    static void on_fault(int, siginfo_t *info, void *) {
-        const unsigned char *const at = static_cast<unsigned char *>(info->si_addr);
-        if (at >= memory_ + size_ && at < memory_ + size_ + page_) {
-            static const char text[] = "simt: an access past the end of dynamic shared memory\n";
-            if (write(2, text, sizeof text - 1) < 0) _exit(1);
-        }
-        sigaction(SIGSEGV, &before_, nullptr);  // the access is tried again
-    }
-
-    static inline unsigned char *memory_;
-    static inline size_t size_, page_;
-    static inline struct sigaction before_;
-} shared_memory;
+constexpr uint64_t kMaxResidentBlocks = 256;  // one to a multiprocessor, of which no supported GPU has more
 
 jmp_buf scheduler_context;
 ucontext_t entry_return;
@@ -101,11 +38,12 @@ void shuffle_order(std::vector<T> &order) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
 }
 
-__attribute__((noinline)) void switch_context(jmp_buf from, jmp_buf to) {
-    if (_setjmp(from) == 0) _longjmp(to, 1);
+// From a fiber to the scheduler. This function calls others, so it keeps nothing below its stack pointer.
+__attribute__((noinline)) void leave(Fiber &self) {
+    if (_setjmp(self.context) != 0) return;
+    asm volatile("mov %%rsp, %0" : "=m"(self.lowest));
+    _longjmp(scheduler_context, 1);
 }
-
-size_t static_bytes() { return statics() ? static_cast<size_t>(__stop_simt_shared - __start_simt_shared) : 0; }
 
 }  // namespace
 
@@ -114,14 +52,6 @@ uint64_t next_random() {  // splitmix64
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
-}
-
-unsigned char *statics() { return __start_simt_shared; }
-bool in_dynamic(const unsigned char *at, size_t bytes) {
-    return at >= shared_base && at + bytes <= shared_base + shared_bytes;
-}
-bool in_statics(const unsigned char *at, size_t bytes) {
-    return at >= statics() && at + bytes <= statics() + static_bytes();
 }
 
 std::string name(const Site &site) {
@@ -135,13 +65,14 @@ std::string name(const uint3 &index) {
     return s.str();
 }
 
-std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(block_index); }
+std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(f.block->index); }
+
+std::string caller_name(Site site) { return name(*current) + " at " + name(site); }
 
 void suspend(State state) {
-    Fiber *self = current;
-    self->state = state;
+    current->state = state;
     counters.switches++;
-    switch_context(self->context, scheduler_context);
+    leave(*current);
 }
 
 [[noreturn]] void fail(const std::string &message) {
@@ -157,8 +88,8 @@ void fiber_main() {
         kernel_function(kernel_args);
         Fiber *self = current;
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
-        if (++ended_threads == block_threads) check_gates();
-        Warp &warp = warps[self->warp];
+        if (++running->ended_threads == block_threads) check_gates();
+        Warp &warp = running->warps[self->warp];
         warp.ended |= 1u << self->lane;
         suspend(State::ended);
     }
@@ -179,48 +110,36 @@ void resume(Fiber &f) {
     setcontext(&context);
 }
 
-void prepare_fibers(unsigned count) {
-    while (fibers.size() < count) {
-        auto f = std::make_unique<Fiber>();
-        void *stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stack == MAP_FAILED) throw std::bad_alloc();
-        mprotect(stack, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
-        f->stack = static_cast<char *>(stack);
-        fibers.push_back(std::move(f));
-    }
+// Whether what it awaits is there.
+bool written(const Fiber &f) {
+    unsigned words[4];
+    std::memcpy(words, f.awaited, sizeof words);
+    return std::find(words, words + 4, f.unwritten) == words + 4;
 }
 
-void start_block() {
-    const unsigned warp_total = (block_threads + 31) / 32;
-    ended_threads = 0;
-    start_copies();
-    warps.resize(std::max<size_t>(warps.size(), warp_total));
-    for (unsigned w = 0; w < warp_total; w++) {
-        const unsigned lanes = std::min(32u, block_threads - 32 * w);
-        warps[w].existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
-        warps[w].ended = warps[w].arrived = 0;
-    }
-    for (unsigned i = 0; i < block_threads; i++) {
-        Fiber &f = *fibers[i];
-        f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
-        f.warp = i / 32;
-        f.lane = i % 32;
-        f.state = State::ready;
-    }
-    if (static_bytes()) std::memset(statics(), kPoison, static_bytes());
-    std::memset(shared_base, kPoison, shared_room);
-    counters.blocks++;
+// The first thread that awaits values; null when there is none.
+const Fiber *awaiting(const Block &block) {
+    for (unsigned i = 0; i < block_threads; i++)
+        if (block.fibers[i].state == State::awaiting) return &block.fibers[i];
+    return nullptr;
 }
 
-// Called when no fiber can go on and none waits for a gate: releases the block's barrier, or says why it cannot.
+// Whether a block that is stuck still is.
+bool still_stuck(const Block &block) {
+    for (unsigned i = 0; i < block_threads; i++)
+        if (block.fibers[i].state == State::awaiting && written(block.fibers[i])) return false;
+    return true;
+}
+
+// Called when no fiber can go on and none waits for a gate or for values: releases the block's barrier, or says why it cannot.
 void release_barrier() {
     const Fiber *first = nullptr, *ended = nullptr;
     for (unsigned i = 0; i < block_threads; i++) {
-        const Fiber &f = *fibers[i];
+        const Fiber &f = running->fibers[i];
         if (f.state == State::ended) {
             ended = &f;
         } else if (f.state == State::in_warp) {
-            const Warp &warp = warps[f.warp];
+            const Warp &warp = running->warps[f.warp];
             std::ostringstream s;
             s << "deadlock: " << name(f) << " waits in the warp operation at " << name(f.site) << " for lanes 0x" << std::hex
               << (warp.mask[f.lane] & ~warp.arrived) << " of mask 0x" << warp.mask[f.lane] << ", which wait elsewhere";
@@ -235,34 +154,63 @@ void release_barrier() {
     if (ended != nullptr)
         throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", but " +
                                  name(*ended) + " has ended");
-    for (unsigned i = 0; i < block_threads; i++) fibers[i]->state = State::ready;
+    for (unsigned i = 0; i < block_threads; i++) running->fibers[i].state = State::ready;
     counters.barriers++;
 }
 
-// One block to its end; `order` is that of its threads.
-void run_block(std::vector<unsigned> &order) {
-    start_block();
-    while (ended_threads < block_threads) {
+// Lets a block go on until it ends, needs values of other blocks, or has resumed threads so many times; says whether it has
+// resumed any. `order` is that of its threads.
+bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
+    if (block.stuck && still_stuck(block)) return false;
+    block.stuck = false;
+    put_in_place(block);
+    bool moved = false;
+    while (block.ended_threads < block_threads) {
         if (shuffled) shuffle_order(order);
         bool progress = false;
         for (unsigned i : order) {
-            Fiber &f = *fibers[i];
+            Fiber &f = block.fibers[i];
+            if (f.state == State::awaiting && written(f)) f.state = State::ready;
             if (f.state != State::ready) continue;
-            progress = true;
+            if (resumptions-- == 0) return true;
+            progress = moved = true;
             resume(f);
             if (!error.empty()) throw std::runtime_error(error);
         }
-        if (progress)
+        if (progress) {
             arrive_some();
-        else if (!arrive_awaited())
+        } else if (!arrive_awaited()) {
+            block.stuck = awaiting(block) != nullptr;
+            if (block.stuck) return moved;
+            refuse_gate_waits();
             release_barrier();
+        }
     }
-    // What lies behind dynamic shared memory must still be poison.
-    for (size_t i = shared_bytes; i < shared_room; i++)
-        if (shared_base[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
+    check_shared_end();
+    return true;
 }
 
-Fiber &fiber_of(const Warp &warp, int lane) { return *fibers[32 * (&warp - warps.data()) + lane]; }
+// Blocks that are alive at once, in turns, to their ends.
+void run_blocks(std::vector<Block *> living, std::vector<unsigned> &order) {
+    // How often a block is left while it could go on, out of kAlways times.
+    const uint64_t restless = shuffled && living.size() > 1 ? next_random() % (kAlways + 1) : 0;
+    while (!living.empty()) {
+        if (shuffled) shuffle_order(living);
+        bool moved = false;
+        for (Block *block : living) {
+            const bool leave_early = restless > 0 && next_random() % kAlways < restless;
+            moved |= advance(*block, order, leave_early ? 1 + next_random() % (2 * block_threads) : UINT64_MAX);
+        }
+        if (!moved) {
+            const Fiber &f = *awaiting(*living[0]);
+            throw std::runtime_error("deadlock: " + name(f) + " at " + name(f.site) + " awaits values that nobody writes");
+        }
+        const auto ended = [](const Block *block) { return block->ended_threads == block_threads; };
+        living.erase(std::remove_if(living.begin(), living.end(), ended), living.end());
+    }
+}
+
+Fiber &fiber_of(const Warp &warp, int lane) { return running->fibers[32 * (&warp - running->warps.data()) + lane]; }
 
 int source_lane(const Warp &warp, int lane) {
     const int width = warp.width[lane], arg = warp.arg[lane];
@@ -351,8 +299,6 @@ void complete(Warp &warp, unsigned mask, int lane) {
 
 }  // namespace
 
-unsigned char *dynamic_shared() { return shared_base; }
-
 void block_barrier(Site site) {
     current->site = site;
     suspend(State::at_barrier);
@@ -360,7 +306,7 @@ void block_barrier(Site site) {
 
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
     Fiber &self = *current;
-    Warp &warp = warps[self.warp];
+    Warp &warp = running->warps[self.warp];
     const unsigned bit = 1u << self.lane;
     if (!(mask & bit)) fail(name(self) + " is not in the mask of its own warp operation at " + name(site));
     if (mask & ~warp.existing) fail("the mask at " + name(site) + " names lanes that the block does not have");
@@ -394,6 +340,18 @@ void load_halves(Site site, unsigned *words, const void *row) {
     warp_collective(site, Collective::load_halves, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
 }
 
+float4 await_values(Site site, const float4 *p, unsigned unwritten) {
+    const unsigned char *const at = reinterpret_cast<const unsigned char *>(p);
+    if (reinterpret_cast<uintptr_t>(p) % 16 || in_dynamic(at, 16) || in_statics(at, 16))
+        fail(caller_name(site) + " awaits values that are not 16 aligned bytes of global memory");
+    Fiber &self = *current;
+    self.site = site;
+    self.awaited = p;
+    self.unwritten = unwritten;
+    if (!written(self)) suspend(State::awaiting);
+    return *p;
+}
+
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     const uint3 g = launch.grid, b = launch.block;
     const uint64_t threads = (uint64_t)b.x * b.y * b.z;
@@ -403,11 +361,10 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         throw std::runtime_error("grid out of range: x is 1 to 2^31-1, y and z are 1 to 65535");
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
+    const uint64_t total = (uint64_t)g.x * g.y * g.z;
+    if (launch.resident && total > kMaxResidentBlocks)
+        throw std::runtime_error("no GPU holds so many blocks at once, one to a multiprocessor: " + std::to_string(total));
     block_threads = (unsigned)threads;
-    prepare_fibers(block_threads);
-    shared_bytes = launch.shared_bytes;
-    shared_room = (launch.shared_bytes + 127) / 128 * 128;
-    shared_base = shared_memory.place(shared_room);
     grid_dim = g;
     block_dim = b;
     kernel_function = kernel;
@@ -420,19 +377,20 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    std::vector<uint64_t> blocks((size_t)g.x * g.y * g.z);
-    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
-    if (shuffled) shuffle_order(blocks);
+    std::vector<uint64_t> numbers((size_t)total);
+    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = i;
+    if (shuffled) shuffle_order(numbers);
+    const std::vector<Block *> blocks = prepare_blocks(launch.resident ? numbers.size() : 1, launch.shared_bytes);
     try {
-        for (uint64_t i : blocks) {
-            block_index = {(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))};
-            run_block(order);
+        for (size_t i = 0; i < numbers.size(); i += blocks.size()) {
+            for (size_t j = 0; j < blocks.size(); j++) {
+                const uint64_t n = numbers[i + j];
+                start_block(*blocks[j], {(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / ((uint64_t)g.x * g.y))});
+            }
+            run_blocks(blocks, order);
         }
     } catch (...) {
-        for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
-            f->started = false;
-            f->copies.clear();
-        }
+        abandon_blocks();
         throw;
     }
 }

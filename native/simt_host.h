@@ -1,10 +1,11 @@
 // The CUDA execution model on one CPU thread, for tests: the kernels under kernels/ compile against this header with
-// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; blocks run one after another. It
+// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation. Blocks run one after another; those
+// of a resident launch take turns, each until it can go on only with values that another writes, or until the seed says. It
 // checks what a GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written
 // (poisoned with 0xff before each block). A seed shuffles the order of blocks and fibers, so that a result that depends on
 // the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn of their
 // gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction, no missing
-// fences between a thread's own accesses and bulk copies, and no performance.
+// fences between a thread's own accesses and bulk copies, no order of memory between blocks, and no performance.
 #pragma once
 
 #include <cmath>
@@ -42,7 +43,8 @@ struct Launch {
     uint3 grid, block;
     size_t shared_bytes;  // dynamic shared memory
     uint64_t seed;        // 0: blocks and fibers in index order
-    bool gates = true;    // as from sm_90 on; without, bulk copies are plain ones
+    bool gates;           // as from sm_90 on; without, bulk copies are plain ones
+    bool resident;        // all blocks are alive at once
 };
 
 // Runs `kernel(args)` on every thread of the launch; throws std::runtime_error on undefined behaviour it sees.
@@ -105,6 +107,10 @@ void gate_expect(Site site, unsigned long long *gate, int bytes);
 void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate);
 void gate_wait(Site site, unsigned long long *gate, unsigned turn);
 
+// The four words at p when none of them is `unwritten`: see kernels/port.cuh. What another block of the launch writes comes
+// only if the launch is resident; a wait without end is an error.
+float4 await_values(Site site, const float4 *p, unsigned unwritten);
+
 template <class T>
 inline uint64_t to_word(T v) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
@@ -128,7 +134,8 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
 #define __global__
 #define __forceinline__ inline
 #define __restrict__ __restrict
-// One block runs at a time, so shared memory is static; its section is poisoned before each block. Not in a template:
+// One block runs at a time, so shared memory is static; its section is poisoned before each block, and copied when blocks take
+// turns. Not in a template:
 // g++ ignores the section of a template's static variable (tests/kernels/test_sources.py looks for that).
 #define __shared__ static __attribute__((section("simt_shared")))
 #define __align__(n) __attribute__((aligned(n)))

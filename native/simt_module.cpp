@@ -15,7 +15,8 @@ namespace py = pybind11;
 namespace {
 
 const simt::Kernel &find(const std::string &name) {
-    for (const auto *table : {&simt::exact_kernels(), &simt::fast_kernels(), &simt::selftest_kernels()})
+    for (const auto *table : {&simt::exact_kernels(), &simt::fast_kernels(), &simt::selftest_kernels(),
+                              &simt::resident_selftest_kernels()})
         for (const simt::Kernel &k : *table)
             if (name == k.name) return k;
     throw py::key_error("no kernel " + name + " in the shim");
@@ -30,7 +31,8 @@ void launch(const std::string &name, std::array<unsigned, 3> grid, std::array<un
     alignas(16) char copy[4096];
     if (args.size() > sizeof copy) throw py::value_error("a kernel takes at most 4096 bytes of arguments");
     std::memcpy(copy, args.data(), args.size());
-    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, gates};
+    const simt::Launch geometry{{grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed, gates,
+                                kernel.resident};
     simt::run(geometry, kernel.run, copy);
 }
 
