@@ -6,8 +6,6 @@
 #include "contract.cuh"
 #include "op_args.h"
 
-#define UNWRITTEN 0xffffffffu  // bits of a word that nobody has written yet; no value has them
-
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 
 #define KERNEL extern "C" __global__
@@ -82,25 +80,6 @@ DEVICE float4 load_l2(const float4 *p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
-}
-
-// The four words at p as soon as none is UNWRITTEN: values that other blocks of this launch write, all of which are resident.
-// Each word tells of itself, so neither side needs a fence; of anything else that its writer wrote it tells nothing. Traps
-// after about ten seconds (a look takes most of a microsecond): a step that cannot end shall fail.
-DEVICE float4 await_values(const float4 *p) {
-#pragma unroll 1
-    for (unsigned looks = 0; looks < 1u << 24; looks++) {
-        float4 v;
-        asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "l"(p));
-        if (__float_as_uint(v.x) != UNWRITTEN && __float_as_uint(v.y) != UNWRITTEN && __float_as_uint(v.z) != UNWRITTEN &&
-            __float_as_uint(v.w) != UNWRITTEN)
-            return v;
-        __nanosleep(20);
-    }
-    __trap();
-    return {};
 }
 
 // atomicInc that releases what this thread has written or seen behind a barrier, and acquires what others have so released:
@@ -326,9 +305,6 @@ DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
-DEVICE float4 await_values(const float4 *p, simt::Site site = simt::caller()) {
-    return simt::await_values(site, p, UNWRITTEN);
-}
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
@@ -351,6 +327,24 @@ DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}
 DEVICE void wait_for_previous(const void *) {}
 DEVICE void start_next() {}
+DEVICE int cluster_rank() { return simt::cluster_rank(); }
+DEVICE int cluster_size() { return simt::cluster_size(); }
+DEVICE void cluster_arrive(simt::Site site = simt::caller()) { simt::cluster_arrive(site); }
+DEVICE void cluster_wait(simt::Site site = simt::caller()) { simt::cluster_wait(site); }
+DEVICE void cluster_sync(simt::Site site = simt::caller()) {
+    simt::cluster_arrive(site);
+    simt::cluster_wait(site);
+}
+template <class T> DEVICE T cluster_load(const T *shared, int rank, simt::Site site = simt::caller()) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    T v;
+    std::memcpy(&v, simt::cluster_address(site, shared, rank, sizeof v), sizeof v);
+    return v;
+}
+template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Site site = simt::caller()) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
+}
 
 #endif
 

@@ -20,7 +20,9 @@ Dim3 = tuple[int, int, int]
 
 ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CHUNK = 256  # positions of an attention chunk, contract section 7
-CODES_BYTES = 8 * (32 + 4) * 16  # of V's weights of eight heads in a chunk, as in kernels/attention_values.cuh
+CODES_BYTES = (
+    8 * (32 + 4) * 16
+)  # of V's weights of eight heads in a chunk, as in kernels/attention_values.cuh
 EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
@@ -53,6 +55,7 @@ class Tuning:
 
     sms: int = 132  # multiprocessors to fill
     shared_limit: int = 232448  # bytes of shared memory that a block may take, as on Hopper
+    max_cluster: int = 8  # blocks of a cluster, at most, as on Hopper; 1: the GPU has no clusters
     elementwise_threads: int = 256
     norm_threads: int = 256
     qk_norm_heads: int = 4  # heads of a block
@@ -87,7 +90,7 @@ class Tuning:
     expert_warps: int = 12  # of such a block, at most 16
     expert_slots: int = 4  # quads of theirs, four rows of both, that a warp has in flight, at most
     down_warps: int = 8
-    down_cluster: int = 2  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
+    down_cluster: int = 2  # blocks that share the experts of their rows, at most: 1, 2, 4, 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_threads: int = 256  # of a block, at most 256
     hash_long_bytes: int = 1 << 15  # of a row that many blocks share, if it is the only one of its tap

@@ -106,10 +106,12 @@ std::vector<Block *> prepare_blocks(size_t count, size_t bytes) {
     return found;
 }
 
-void start_block(Block &block, uint3 index) {
+void start_block(Block &block, uint3 index, unsigned rank) {
     block.index = index;
+    block.rank = rank;
     block.ended_threads = 0;
     block.begun = block.stuck = false;
+    block.arriving = block.waiting = {};
     start_copies(block);
     const unsigned warp_total = (block_threads + 31) / 32;
     block.warps.resize(std::max<size_t>(block.warps.size(), warp_total));
@@ -126,6 +128,9 @@ void start_block(Block &block, uint3 index) {
         f.warp = i / 32;
         f.lane = i % 32;
         f.state = State::ready;
+        f.phase = Phase::outside;
+        f.all_began = false;
+        f.reached = nullptr;
         f.stack = stacks[i];
     }
     block.shared_base = block.memory.place(shared_room);
@@ -169,6 +174,10 @@ bool in_dynamic(const unsigned char *at, size_t bytes) {
 }
 bool in_statics(const unsigned char *at, size_t bytes) {
     return at >= statics() && at + bytes <= statics() + static_bytes();
+}
+unsigned char *same_place(Block &block, unsigned char *at) {
+    if (&block == running) return at;
+    return in_dynamic(at, 1) ? block.shared_base + (at - running->shared_base) : block.statics.data() + (at - statics());
 }
 
 }  // namespace simt

@@ -16,7 +16,9 @@ constexpr unsigned kAlways = 4;  // what a seed decides happens so many times, o
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
 
-enum class State : uint8_t { ready, at_barrier, in_warp, at_gate, awaiting, ended };
+enum class State : uint8_t { ready, at_barrier, in_warp, at_gate, in_cluster, ended };
+// Of a fiber at the cluster's barrier: `passed` when all have arrived and it has not called cluster_wait since.
+enum class Phase : uint8_t { outside, arrived, passed };
 
 struct PendingCopy {
     void *to;
@@ -39,10 +41,12 @@ struct Fiber {
     unsigned char *lowest;              // what it needs of its stack begins here
     std::vector<unsigned char> frames;  // the same, from there to the end, while another block is in place
     std::vector<PendingCopy> copies;
-    unsigned sets = 0;      // of copies, that it has closed
-    unsigned gate, turn;    // at_gate
-    const float4 *awaited;  // awaiting: until none of the words there
-    unsigned unwritten;     // is this
+    unsigned sets = 0;    // of copies, that it has closed
+    unsigned gate, turn;  // at_gate
+    Phase phase;
+    bool all_began;        // it has waited at a cluster barrier
+    const Block *reached;  // the one it has accessed since it last arrived at such a barrier, or null
+    Site reach_site;
 };
 
 struct Warp {
@@ -88,15 +92,23 @@ class SharedMemory {
     size_t size_ = 0;
 };
 
-// One block of the launch. Its stacks and __shared__ variables lie where those of every block lie; it is in place while
+// How far the threads of a block have come with one half of the cluster's barrier.
+struct Meeting {
+    unsigned count;  // of them
+    Site site;       // where the first of them is
+};
+
+// One block of a cluster. Its stacks and __shared__ variables lie where those of every block lie; it is in place while
 // they are its own.
 struct Block {
     uint3 index;
+    unsigned rank;              // in its cluster
     std::vector<Fiber> fibers;  // kept between launches; the running one has the first block_threads
     std::vector<Warp> warps;
     unsigned ended_threads;
     bool begun;  // has been in place
-    bool stuck;  // goes on only when values that its threads await are there
+    bool stuck;  // goes on only when all have arrived at the cluster's barrier
+    Meeting arriving, waiting;
     SharedMemory memory;
     unsigned char *shared_base;          // dynamic shared memory
     std::vector<unsigned char> statics;  // its __shared__ variables, while another block is in place
@@ -129,7 +141,7 @@ extern Block *running;  // the one in place
 // `count` blocks, kept between launches, for a launch with as many bytes of dynamic shared memory.
 std::vector<Block *> prepare_blocks(size_t count, size_t shared_bytes);
 // Makes it a new block of the launch.
-void start_block(Block &block, uint3 index);
+void start_block(Block &block, uint3 index, unsigned rank);
 void put_in_place(Block &block);
 // What lies behind the dynamic shared memory of the running block must still be poison.
 void check_shared_end();
@@ -139,6 +151,8 @@ void abandon_blocks();
 unsigned char *statics();  // the __shared__ variables of the running block
 bool in_dynamic(const unsigned char *at, size_t bytes);
 bool in_statics(const unsigned char *at, size_t bytes);
+// Where `block` has what the running block has at `at`, in shared memory of either kind.
+unsigned char *same_place(Block &block, unsigned char *at);
 
 // ---- simt_copies.cpp: copies and gates of the running block ----
 

@@ -1,4 +1,4 @@
-// The scheduler of the CUDA shim: fibers, barriers, warp operations, values of other blocks (see simt_host.h).
+// The scheduler of the CUDA shim: fibers, barriers, warp operations, clusters (see simt_host.h).
 #include "simt_fibers.h"
 
 #include <ucontext.h>
@@ -23,13 +23,16 @@ bool shuffled;
 namespace {
 
 constexpr unsigned kMaxThreads = 1024;
-constexpr uint64_t kMaxResidentBlocks = 256;  // one to a multiprocessor, of which no supported GPU has more
+constexpr unsigned kMaxCluster = 8;  // that every GPU with clusters runs
 
 jmp_buf scheduler_context;
 ucontext_t entry_return;
 void (*kernel_function)(const void *);
 const void *kernel_args;
 std::string error;  // set by a fiber, thrown by the scheduler
+
+std::vector<Block *> cluster;  // the blocks that are alive at once, by rank
+unsigned cluster_arrived;      // threads of theirs, at its barrier
 
 uint64_t random_state;
 
@@ -88,6 +91,10 @@ void fiber_main() {
         kernel_function(kernel_args);
         Fiber *self = current;
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
+        if (self->phase != Phase::outside) fail(name(*self) + " ended between cluster_arrive and cluster_wait");
+        if (self->reached)
+            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " + name(self->reached->index) +
+                 " after its last cluster barrier, when that block may have ended");
         if (++running->ended_threads == block_threads) check_gates();
         Warp &warp = running->warps[self->warp];
         warp.ended |= 1u << self->lane;
@@ -110,28 +117,22 @@ void resume(Fiber &f) {
     setcontext(&context);
 }
 
-// Whether what it awaits is there.
-bool written(const Fiber &f) {
-    unsigned words[4];
-    std::memcpy(words, f.awaited, sizeof words);
-    return std::find(words, words + 4, f.unwritten) == words + 4;
-}
-
-// The first thread that awaits values; null when there is none.
-const Fiber *awaiting(const Block &block) {
+// The first thread of a block in that state; null when there is none.
+const Fiber *find(const Block &block, State state) {
     for (unsigned i = 0; i < block_threads; i++)
-        if (block.fibers[i].state == State::awaiting) return &block.fibers[i];
+        if (block.fibers[i].state == state) return &block.fibers[i];
     return nullptr;
 }
 
-// Whether a block that is stuck still is.
-bool still_stuck(const Block &block) {
-    for (unsigned i = 0; i < block_threads; i++)
-        if (block.fibers[i].state == State::awaiting && written(block.fibers[i])) return false;
-    return true;
+// Whether a block none of whose fibers can go on may do so when others of the cluster have: threads of it wait for those, and
+// none but them at all, or for a gate that one of them may still ask copies for.
+bool waits_for_others(const Block &block) {
+    return find(block, State::in_cluster) && !find(block, State::at_barrier) && !find(block, State::in_warp) &&
+           !find(block, State::ended);
 }
 
-// Called when no fiber can go on and none waits for a gate or for values: releases the block's barrier, or says why it cannot.
+// Called when no fiber can go on and none waits for a gate or for other blocks alone: releases the block's barrier, or says why
+// it cannot.
 void release_barrier() {
     const Fiber *first = nullptr, *ended = nullptr;
     for (unsigned i = 0; i < block_threads; i++) {
@@ -146,7 +147,7 @@ void release_barrier() {
             throw std::runtime_error(s.str());
         } else if (first == nullptr) {
             first = &f;
-        } else if (!(first->site == f.site)) {
+        } else if (first->state != f.state || !(first->site == f.site)) {
             throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", " + name(f) +
                                      " at " + name(f.site));
         }
@@ -158,11 +159,10 @@ void release_barrier() {
     counters.barriers++;
 }
 
-// Lets a block go on until it ends, needs values of other blocks, or has resumed threads so many times; says whether it has
+// Lets a block go on until it ends, waits for others of its cluster, or has resumed threads so many times; says whether it has
 // resumed any. `order` is that of its threads.
 bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
-    if (block.stuck && still_stuck(block)) return false;
-    block.stuck = false;
+    if (block.stuck) return false;
     put_in_place(block);
     bool moved = false;
     while (block.ended_threads < block_threads) {
@@ -170,7 +170,6 @@ bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
         bool progress = false;
         for (unsigned i : order) {
             Fiber &f = block.fibers[i];
-            if (f.state == State::awaiting && written(f)) f.state = State::ready;
             if (f.state != State::ready) continue;
             if (resumptions-- == 0) return true;
             progress = moved = true;
@@ -180,7 +179,7 @@ bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
         if (progress) {
             arrive_some();
         } else if (!arrive_awaited()) {
-            block.stuck = awaiting(block) != nullptr;
+            block.stuck = waits_for_others(block);
             if (block.stuck) return moved;
             refuse_gate_waits();
             release_barrier();
@@ -190,8 +189,21 @@ bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
     return true;
 }
 
-// Blocks that are alive at once, in turns, to their ends.
-void run_blocks(std::vector<Block *> living, std::vector<unsigned> &order) {
+// Called when no block of the cluster can go on: says why.
+[[noreturn]] void refuse_cluster_wait(const std::vector<Block *> &living) {
+    for (Block *block : living) {
+        put_in_place(*block);
+        refuse_gate_waits();
+    }
+    const Fiber *const waits = find(*living[0], State::in_cluster);
+    const auto ended = std::find_if(cluster.begin(), cluster.end(), [](const Block *b) { return find(*b, State::ended); });
+    throw std::runtime_error("divergent barrier: " + name(*waits) + " waits for its cluster at " + name(waits->site) + ", but " +
+                             name(*find(**ended, State::ended)) + " has ended");
+}
+
+// The blocks of the cluster, in turns, to their ends.
+void run_cluster(std::vector<unsigned> &order) {
+    std::vector<Block *> living = cluster;
     // How often a block is left while it could go on, out of kAlways times.
     const uint64_t restless = shuffled && living.size() > 1 ? next_random() % (kAlways + 1) : 0;
     while (!living.empty()) {
@@ -201,10 +213,7 @@ void run_blocks(std::vector<Block *> living, std::vector<unsigned> &order) {
             const bool leave_early = restless > 0 && next_random() % kAlways < restless;
             moved |= advance(*block, order, leave_early ? 1 + next_random() % (2 * block_threads) : UINT64_MAX);
         }
-        if (!moved) {
-            const Fiber &f = *awaiting(*living[0]);
-            throw std::runtime_error("deadlock: " + name(f) + " at " + name(f.site) + " awaits values that nobody writes");
-        }
+        if (!moved) refuse_cluster_wait(living);
         const auto ended = [](const Block *block) { return block->ended_threads == block_threads; };
         living.erase(std::remove_if(living.begin(), living.end(), ended), living.end());
     }
@@ -340,16 +349,69 @@ void load_halves(Site site, unsigned *words, const void *row) {
     warp_collective(site, Collective::load_halves, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
 }
 
-float4 await_values(Site site, const float4 *p, unsigned unwritten) {
-    const unsigned char *const at = reinterpret_cast<const unsigned char *>(p);
-    if (reinterpret_cast<uintptr_t>(p) % 16 || in_dynamic(at, 16) || in_statics(at, 16))
-        fail(caller_name(site) + " awaits values that are not 16 aligned bytes of global memory");
+int cluster_rank() { return static_cast<int>(running->rank); }
+int cluster_size() { return static_cast<int>(cluster.size()); }
+
+namespace {
+
+// All threads of a block must arrive, and wait, at one place; blocks may differ.
+void meet(Meeting &m, Site site, const char *what) {
+    if (m.count == 0) m.site = site;
+    m.count = (m.count + 1) % block_threads;  // nobody is here again before all have been
+    if (!(m.site == site))
+        fail("divergent barrier: " + name(*current) + " calls " + what + " at " + name(site) + ", another thread of its block at " +
+             name(m.site));
+}
+
+}  // namespace
+
+void cluster_arrive(Site site) {
     Fiber &self = *current;
+    if (self.phase != Phase::outside) fail(caller_name(site) + " calls cluster_arrive again without cluster_wait");
+    meet(running->arriving, site, "cluster_arrive");
+    self.phase = Phase::arrived;
+    self.reached = nullptr;
+    if (++cluster_arrived < cluster.size() * block_threads) return;
+    cluster_arrived = 0;
+    for (Block *block : cluster) {
+        block->stuck = false;
+        for (unsigned i = 0; i < block_threads; i++) {
+            Fiber &f = block->fibers[i];
+            f.phase = Phase::passed;
+            if (f.state == State::in_cluster) f.state = State::ready;
+        }
+    }
+    counters.barriers++;
+}
+
+void cluster_wait(Site site) {
+    Fiber &self = *current;
+    if (self.phase == Phase::outside) fail(caller_name(site) + " calls cluster_wait without cluster_arrive");
     self.site = site;
-    self.awaited = p;
-    self.unwritten = unwritten;
-    if (!written(self)) suspend(State::awaiting);
-    return *p;
+    if (self.phase == Phase::arrived) suspend(State::in_cluster);
+    meet(running->waiting, site, "cluster_wait");
+    self.phase = Phase::outside;
+    self.all_began = true;
+}
+
+unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
+    Fiber &self = *current;
+    unsigned char *const at = static_cast<unsigned char *>(const_cast<void *>(shared));
+    if (rank < 0 || rank >= cluster_size())
+        fail(caller_name(site) + " names block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_size()));
+    if (reinterpret_cast<uintptr_t>(at) % bytes)
+        fail(caller_name(site) + " accesses " + std::to_string(bytes) + " bytes that are not aligned to their size");
+    if (!in_dynamic(at, bytes) && !in_statics(at, bytes))
+        fail(caller_name(site) + " names an address that is not in its shared memory");
+    Block &other = *cluster[static_cast<size_t>(rank)];
+    if (&other != running) {
+        const auto what = [&] { return caller_name(site) + " accesses shared memory of block " + name(other.index); };
+        if (!self.all_began) fail(what() + " before its first cluster barrier, when that block may not have begun");
+        if (other.ended_threads) fail(what() + ", of which threads have ended");
+        self.reached = &other;
+        self.reach_site = site;
+    }
+    return same_place(other, at);
 }
 
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
@@ -362,8 +424,13 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
     const uint64_t total = (uint64_t)g.x * g.y * g.z;
-    if (launch.resident && total > kMaxResidentBlocks)
-        throw std::runtime_error("no GPU holds so many blocks at once, one to a multiprocessor: " + std::to_string(total));
+    if (launch.cluster == 0 || launch.cluster > kMaxCluster)
+        throw std::runtime_error("a cluster has 1 to 8 blocks, not " + std::to_string(launch.cluster));
+    if (launch.cluster > 1 && !launch.gates)
+        throw std::runtime_error("clusters of " + std::to_string(launch.cluster) + " blocks: below sm_90 there are none");
+    if (g.x % launch.cluster)
+        throw std::runtime_error("a grid of " + std::to_string(g.x) + " blocks along x is no multiple of clusters of " +
+                                 std::to_string(launch.cluster));
     block_threads = (unsigned)threads;
     grid_dim = g;
     block_dim = b;
@@ -377,17 +444,17 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    std::vector<uint64_t> numbers((size_t)total);
-    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = i;
-    if (shuffled) shuffle_order(numbers);
-    const std::vector<Block *> blocks = prepare_blocks(launch.resident ? numbers.size() : 1, launch.shared_bytes);
+    std::vector<uint64_t> firsts((size_t)(total / launch.cluster));  // blocks of rank 0
+    for (size_t i = 0; i < firsts.size(); i++) firsts[i] = i * launch.cluster;
+    if (shuffled) shuffle_order(firsts);
+    cluster = prepare_blocks(launch.cluster, launch.shared_bytes);
     try {
-        for (size_t i = 0; i < numbers.size(); i += blocks.size()) {
-            for (size_t j = 0; j < blocks.size(); j++) {
-                const uint64_t n = numbers[i + j];
-                start_block(*blocks[j], {(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / ((uint64_t)g.x * g.y))});
-            }
-            run_blocks(blocks, order);
+        for (const uint64_t n : firsts) {
+            const uint3 first = {(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / ((uint64_t)g.x * g.y))};
+            cluster_arrived = 0;
+            for (unsigned rank = 0; rank < launch.cluster; rank++)
+                start_block(*cluster[rank], {first.x + rank, first.y, first.z}, rank);
+            run_cluster(order);
         }
     } catch (...) {
         abandon_blocks();

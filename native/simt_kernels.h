@@ -10,17 +10,14 @@ struct Kernel {
     const char *name;
     size_t args_size;
     void (*run)(const void *args);  // one thread
-    bool resident = false;          // its blocks wait for each other: all are alive at once
 };
 
 #define SIMT_KERNEL(kernel, Args) \
     simt::Kernel { #kernel, sizeof(Args), [](const void *args) { kernel(*static_cast<const Args *>(args)); } }
-#define SIMT_RESIDENT_KERNEL(kernel, Args) \
-    simt::Kernel { #kernel, sizeof(Args), [](const void *args) { kernel(*static_cast<const Args *>(args)); }, true }
 
 const std::vector<Kernel> &exact_kernels();
 const std::vector<Kernel> &fast_kernels();
 const std::vector<Kernel> &selftest_kernels();  // small kernels that test the shim itself
-const std::vector<Kernel> &resident_selftest_kernels();
+const std::vector<Kernel> &cluster_selftest_kernels();
 
 }  // namespace simt

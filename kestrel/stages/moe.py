@@ -123,7 +123,7 @@ def _down(ops: Sequence[Op], topk: Any, h: int, t: Tuning) -> Launch | None:
     rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
     copied = (h, mm.w[0].scale)
     if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
-        few, cluster = rows, max(1, t.down_cluster)
+        few, cluster = rows, min(t.down_cluster, t.max_cluster)
         while mm.T % cluster:
             cluster //= 2
         while few > 4 and _down_shared_bytes(topk, mm, few, cluster) > limit:
