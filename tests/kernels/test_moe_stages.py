@@ -284,12 +284,17 @@ def test_experts_without_gates(seed: int) -> None:
 
 # -- clusters of the down stage ----------------------------------------------------------------------------
 
-# Rows to a block, of 160: none are left over; the last cluster has 16 for its blocks, some of which get none.
+# Of 160 to a block, at most. In the last cluster of four by 12, 16 are left: two blocks get none.
 CLUSTER_ROWS = (20, 12, 32)
 
 
 def cluster_config(chosen: int, ffn: int = 192) -> ModelConfig:
     return moe_config(hidden=160, heads=2, kv_heads=1, experts=9, top_k=chosen, moe_ffn=ffn)
+
+
+def planned(config: ModelConfig, weights: Weights, tuning: Tuning) -> list[Launch]:
+    model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
+    return plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
 
 
 @pytest.mark.parametrize(
@@ -305,12 +310,23 @@ def cluster_config(chosen: int, ffn: int = 192) -> ModelConfig:
 def test_a_cluster_shares_the_experts_equally(chosen: int, wanted: int, most: int, cluster: int) -> None:
     config = cluster_config(chosen)
     tuning = Tuning(down_cluster=wanted, max_cluster=most, down_rows=12, sms=1)
-    model = make_model(config, weights_of(config), backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
-    whole = plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
+    whole = planned(config, weights_of(config), tuning)
     (launch,) = (launch for launch in whole if launch.kernel == "k_moe_down")
     assert launch.cluster == cluster
     assert launch.grid == (-(-160 // (12 * cluster)) * cluster, 1, 1)
     assert all(launch.cluster == 1 for launch in whole if launch.kernel != "k_moe_down")
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4, 8])
+def test_whole_clusters_on_the_multiprocessors(wanted: int) -> None:
+    """Where rows suffice for one block to each: so ``placement`` can keep them apart."""
+    for hidden in (2048, 2112, 2144, 2560, 4096):
+        config = moe_config(hidden=hidden, heads=2, kv_heads=1, experts=8, top_k=8, moe_ffn=64)
+        weights = weights_of(config)
+        for sms in (132, 108, 78):
+            tuning = Tuning(down_cluster=wanted, sms=sms)
+            (grid,) = (launch.grid for launch in planned(config, weights, tuning) if "down" in launch.kernel)
+            assert grid[0] <= sms or hidden > 32 * (sms // wanted * wanted)
 
 
 @pytest.mark.parametrize("rows", CLUSTER_ROWS)
