@@ -288,7 +288,8 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
 
 // A cluster of C blocks takes C * `a.rows` neighbouring rows of every chosen expert: each block those of S = T / C experts,
 // whose inputs alone it has to read. Sums go to the block that has the row among its own, `a.rows` of them; there each row is
-// combined in rank order and added to x. A block of the last cluster may have none; it does its share for the others. Dynamic shared: DownShared, ChoiceShared.
+// combined in rank order and added to x. A block of the last cluster may have none of its own; it does its share for the others.
+// Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
     cluster_arrive();  // so that the others know that this block is there
     const Weight &w = a.mm.w[0];

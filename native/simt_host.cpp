@@ -93,8 +93,8 @@ void fiber_main() {
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
         if (self->phase != Phase::outside) fail(name(*self) + " ended between cluster_arrive and cluster_wait");
         if (self->reached)
-            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " + name(self->reached->index) +
-                 " after its last cluster barrier, when that block may have ended");
+            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " +
+                 name(self->reached->index) + " after its last cluster barrier, when that block may have ended");
         if (++running->ended_threads == block_threads) check_gates();
         Warp &warp = running->warps[self->warp];
         warp.ended |= 1u << self->lane;
@@ -359,8 +359,8 @@ void meet(Meeting &m, Site site, const char *what) {
     if (m.count == 0) m.site = site;
     m.count = (m.count + 1) % block_threads;  // nobody is here again before all have been
     if (!(m.site == site))
-        fail("divergent barrier: " + name(*current) + " calls " + what + " at " + name(site) + ", another thread of its block at " +
-             name(m.site));
+        fail("divergent barrier: " + name(*current) + " calls " + what + " at " + name(site) +
+             ", another thread of its block at " + name(m.site));
 }
 
 }  // namespace

@@ -3,9 +3,10 @@
 // another; the blocks of a cluster take turns, each until it waits for the others, or until the seed says. It checks what a
 // GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written (poisoned with
 // 0xff before each block), shared memory of a block that may not have begun or may have left. A seed shuffles the order of
-// blocks and fibers, so that a result that depends on the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn of their
-// gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction, no missing
-// fences between a thread's own accesses and bulk copies, no order of memory between blocks, and no performance.
+// blocks and fibers, so that a result that depends on the order moves. Bulk copies arrive when the seed says: their destination
+// is poison until then, and each turn of their gates must be opened, expected, asked for and waited for as on sm_90. It shows no
+// races within one instruction, no missing fences between a thread's own accesses and bulk copies, no order of memory between
+// blocks, and no performance.
 #pragma once
 
 #include <cmath>

@@ -135,9 +135,8 @@ KERNEL void t_cluster_barrier_fault(const SelftestArgs a) {
 
 // Bulk copies of each block while blocks take turns, one to static shared memory and one to dynamic. For the latter the first
 // warp asks behind the cluster's barrier, when the block behind has told it the round; the others wait for it ahead of that.
-// in: i32[blocks, reserved, 64]. Mistakes: 1, the last copy is not waited for; 2, it is read ahead of that; 3, nobody asks for it;
-// 4, its place is written while other blocks run; 5, a block leaves ahead of the last barrier,
-// and so nobody asks.
+// in: i32[blocks, reserved, 64]. Mistakes: 1, the last copy is not waited for; 2, it is read ahead of that; 3, nobody asks for
+// it; 4, its place is written while other blocks run; 5, a block leaves ahead of the last barrier, and so nobody asks.
 KERNEL void t_cluster_bulk(const SelftestArgs a) {
     __shared__ __align__(16) int tile[32];
     __shared__ unsigned long long gate;
