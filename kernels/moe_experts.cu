@@ -287,7 +287,8 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
 
 // A cluster of C blocks takes C * `a.rows` neighbouring rows of every chosen expert: each block those of S = T / C experts,
 // whose inputs alone it has to read. Sums go to the block that has the row among its own, `a.rows` of them; there each row is
-// combined in rank order and added to x. Dynamic shared: DownShared, ChoiceShared.
+// combined in rank order and added to x. A block of the last cluster may have none of its own; it does its share for the others.
+// Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
     cluster_arrive();  // so that the others know that this block is there
     const Weight &w = a.mm.w[0];
@@ -308,7 +309,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     __syncthreads();
     // A warp to an expert, because a warp takes its time to ask; DOWN_ASKED on their way at a time.
 #pragma unroll 1
-    for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < S; t += warp_count()) {
+    for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < S && asked > 0; t += warp_count()) {
         if (t >= DOWN_ASKED) bulk_wait(sh.gates + t - DOWN_ASKED, 0);
         const int to = t * together * groups;
         const long long from = ((long long)choice.ids[first + t] * w.n + n0) * groups;
@@ -328,13 +329,15 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     if (!BULK_GATES) copy_wait_all();
     __syncthreads();
     cluster_wait();
+    if (asked <= 0) return;  // a cluster too many
 #pragma unroll 1
     for (DownItems item = begin; item.t < S; item.advance()) {
         float acc[DOWN_QUADS];
         bulk_wait(sh.gates + item.t, 0);
         down_quads(sh, item, together, groups, acc);
         const float y = four_hsum8(acc);
-        const int j = (lane >> 1 & 2) | (lane & 1), row = 4 * (item.quad() + j) + lane / 8, to = (int)((unsigned)row / (unsigned)rows);
+        const int j = (lane >> 1 & 2) | (lane & 1), row = 4 * (item.quad() + j) + lane / 8;
+        const int to = (int)((unsigned)row / (unsigned)rows);
         if ((lane & 2) == 0 && j < item.have()) cluster_store(sh.y + (first + item.t) * rows + row - to * rows, to, y);
     }
     cluster_sync();
@@ -354,7 +357,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     }
 }
 
-// Grid: a block for each `a.rows` rows.
+// Grid: a block for each `a.rows` rows, rounded up to whole clusters, whose size divides the number of experts chosen.
 KERNEL LAUNCH_BOUNDS(256, 3) void FORM(k_moe_down)(const MoeDownArgs a) {
     DYNAMIC_SHARED(shared);
     expert_down(a, blockIdx.x, shared);

@@ -336,6 +336,24 @@ DEVICE void touch_l1(const void *) {}
 DEVICE void wait_for_previous() {}
 DEVICE void wait_for_previous(const void *) {}
 DEVICE void start_next() {}
+DEVICE int cluster_rank() { return simt::cluster_rank(); }
+DEVICE int cluster_size() { return simt::cluster_size(); }
+DEVICE void cluster_arrive(simt::Site site = simt::caller()) { simt::cluster_arrive(site); }
+DEVICE void cluster_wait(simt::Site site = simt::caller()) { simt::cluster_wait(site); }
+DEVICE void cluster_sync(simt::Site site = simt::caller()) {
+    simt::cluster_arrive(site);
+    simt::cluster_wait(site);
+}
+template <class T> DEVICE T cluster_load(const T *shared, int rank, simt::Site site = simt::caller()) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    T v;
+    std::memcpy(&v, simt::cluster_address(site, shared, rank, sizeof v), sizeof v);
+    return v;
+}
+template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Site site = simt::caller()) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
+}
 
 #endif
 

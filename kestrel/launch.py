@@ -53,6 +53,7 @@ class Tuning:
 
     sms: int = 132  # multiprocessors to fill
     shared_limit: int = 232448  # bytes of shared memory that a block may take, as on Hopper
+    max_cluster: int = 8  # blocks of a cluster, at most, as on Hopper; 1: the GPU has no clusters
     elementwise_threads: int = 256
     norm_threads: int = 256
     qk_norm_heads: int = 4  # heads of a block
@@ -87,7 +88,7 @@ class Tuning:
     expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
     expert_warps: int = 12  # of such a block, at most 16
     down_warps: int = 8
-    down_cluster: int = 2  # blocks that share the experts of their rows, at most; 1, 2, 4 or 8
+    down_cluster: int = 2  # blocks that share the experts of their rows, at most: 1, 2, 4, 8
     down_rows: int = 32  # of an expert's matrix, to a block, at most
     hash_threads: int = 256  # of a block, at most 256
     hash_long_bytes: int = 1 << 15  # of a row that many blocks share, if it is the only one of its tap

@@ -33,14 +33,15 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any
 def run_launch(launch: Launch, seed: int = 0, *, gates: bool = True) -> None:
     """Run one launch to its end; raises RuntimeError on undefined behaviour that the shim sees.
 
-    Without ``gates`` bulk copies are made as below sm_90.
+    Without ``gates`` bulk copies are made as below sm_90, where there are no clusters.
     """
     args: Any = launch.args
     if launch.table:
         table = np.frombuffer(launch.table, np.uint8)
         args = type(args).from_buffer_copy(args)
         args.table = table.ctypes.data
-    _simt.launch(launch.kernel, launch.grid, launch.block, launch.shared, bytes(args), seed, gates)
+    geometry = launch.grid, launch.block, launch.shared
+    _simt.launch(launch.kernel, *geometry, bytes(args), seed, gates, launch.cluster)
 
 
 class SimtProgram:

@@ -12,55 +12,30 @@ namespace {
 
 constexpr uint64_t kGateMark = 0x67617465;  // upper half of an open gate; the lower one is its number
 constexpr long long kMaxGateBytes = (1 << 20) - 1;
-constexpr unsigned kAlways = 4;  // of how prompt a block's bulk copies are
-
-// An mbarrier with a count of one. A turn begins when the one before is over, and is over when it has been told what to
-// expect and as much has arrived.
-struct Gate {
-    const unsigned char *at;
-    unsigned turn = 0;       // the one it is in
-    unsigned seen = 0;       // a thread has returned from waiting for each turn before this one
-    bool expects = false;    // this turn has been told
-    long long expected = 0;  // bytes of this turn: told,
-    long long asked = 0;     // on their way or there,
-    long long arrived = 0;   // there
-    Site expect_site = {}, ask_site = {};  // of the latest
-};
-
-struct BulkCopy {
-    unsigned gate;
-    unsigned char *to;
-    const unsigned char *from;
-    std::vector<unsigned char> bytes;  // as they were when it was asked for
-    Site site;
-};
-
-// Of the running block.
-std::vector<Gate> gates;  // open ones
-std::vector<BulkCopy> under_way;
-unsigned prompt;  // how often a bulk copy does not wait to be waited for, out of kAlways times
 
 // A turn of a gate.
 std::string name(const Gate &gate, unsigned turn) {
     const bool dynamic = in_dynamic(gate.at, 8);
     return "turn " + std::to_string(turn) + " (parity " + std::to_string(turn % 2) + ") of the gate at byte " +
-           std::to_string(gate.at - (dynamic ? shared_base : statics())) + " of " +
+           std::to_string(gate.at - (dynamic ? running->shared_base : statics())) + " of " +
            (dynamic ? "dynamic shared memory" : "static shared memory");
 }
 
 // Ends the turn of a gate when all has arrived.
 void end_turn(unsigned number) {
-    Gate &gate = gates[number];
+    Gate &gate = running->gates[number];
     if (!gate.expects || gate.arrived < gate.expected) return;
     gate.turn++;
     gate.expects = false;
     gate.expected = gate.asked = gate.arrived = 0;
     for (unsigned i = 0; i < block_threads; i++)
-        if (fibers[i]->state == State::at_gate && fibers[i]->gate == number) fibers[i]->state = State::ready;
+        if (running->fibers[i].state == State::at_gate && running->fibers[i].gate == number)
+            running->fibers[i].state = State::ready;
 }
 
 // A bulk copy arrives. On a GPU its bytes may move at any time since it was asked for.
 void arrive(size_t which) {
+    std::vector<BulkCopy> &under_way = running->under_way;
     const BulkCopy copy = std::move(under_way[which]);
     under_way.erase(under_way.begin() + static_cast<std::ptrdiff_t>(which));
     const size_t bytes = copy.bytes.size();
@@ -69,12 +44,9 @@ void arrive(size_t which) {
     if (!std::all_of(copy.to, copy.to + bytes, poison)) throw std::runtime_error("the destination" + what);
     if (std::memcmp(copy.from, copy.bytes.data(), bytes) != 0) throw std::runtime_error("the source" + what);
     std::memcpy(copy.to, copy.bytes.data(), bytes);
-    gates[copy.gate].arrived += static_cast<long long>(bytes);
+    running->gates[copy.gate].arrived += static_cast<long long>(bytes);
     end_turn(copy.gate);
 }
-
-// "thread ... at ...", behind which it says what the thread does.
-std::string caller_name(Site site) { return name(*current) + " at " + name(site); }
 
 const unsigned char *gate_address(Site site, const unsigned long long *gate) {
     const unsigned char *const at = reinterpret_cast<const unsigned char *>(gate);
@@ -85,6 +57,7 @@ const unsigned char *gate_address(Site site, const unsigned long long *gate) {
 
 unsigned find_gate(Site site, const unsigned long long *gate) {
     const unsigned char *const at = gate_address(site, gate);
+    const std::vector<Gate> &gates = running->gates;
     const unsigned number = static_cast<unsigned>(*gate & 0xffffffffu);
     if (*gate >> 32 == kGateMark && number < gates.size() && gates[number].at == at) return number;
     for (const Gate &g : gates)
@@ -109,15 +82,15 @@ void check_bytes(Site site, const Gate &gate) {
 
 }  // namespace
 
-void start_copies() {
-    gates.clear();
-    under_way.clear();
-    prompt = shuffled ? static_cast<unsigned>(next_random() % (kAlways + 1)) : 0;
+void start_copies(Block &block) {
+    block.gates.clear();
+    block.under_way.clear();
+    block.prompt = shuffled ? static_cast<unsigned>(next_random() % (kAlways + 1)) : 0;
 }
 
 void check_gates() {
     const std::string who = "block " + name(block_index) + " ended ";
-    for (const Gate &g : gates) {
+    for (const Gate &g : running->gates) {
         if (g.expects && g.asked < g.expected)
             fail(who + "while " + name(g, g.turn) + " expects " + std::to_string(g.expected - g.asked) +
                  " bytes that nobody asks for: see " + name(g.expect_site));
@@ -131,32 +104,37 @@ void check_gates() {
 }
 
 void arrive_some() {
-    while (!under_way.empty() && next_random() % kAlways < prompt) arrive(next_random() % under_way.size());
+    const std::vector<BulkCopy> &under_way = running->under_way;
+    while (!under_way.empty() && next_random() % kAlways < running->prompt) arrive(next_random() % under_way.size());
 }
 
 bool arrive_awaited() {
-    const Fiber *waits = nullptr;
+    const std::vector<BulkCopy> &under_way = running->under_way;
     std::vector<unsigned> awaited;
     for (unsigned i = 0; i < block_threads; i++) {
-        const Fiber &f = *fibers[i];
+        const Fiber &f = running->fibers[i];
         if (f.state != State::at_gate) continue;
-        if (waits == nullptr) waits = &f;
         const auto comes = [&](const BulkCopy &copy) { return copy.gate == f.gate; };
         if (std::any_of(under_way.begin(), under_way.end(), comes)) awaited.push_back(f.gate);
         if (!awaited.empty() && !shuffled) break;
     }
-    if (waits == nullptr) return false;
-    if (awaited.empty()) {
-        const Gate &g = gates[waits->gate];
-        throw std::runtime_error("deadlock: " + name(*waits) + " waits at " + name(waits->site) + " for " +
-                                 name(g, waits->turn) + ", which expects " +
-                                 (g.expects ? std::to_string(g.expected) + " bytes, of which " : "nothing yet; ") +
-                                 std::to_string(g.asked) + (g.expects ? " were asked for" : " bytes were asked for"));
-    }
+    if (awaited.empty()) return false;
     const unsigned gate = awaited[shuffled ? next_random() % awaited.size() : 0];
     for (size_t i = under_way.size(); i-- > 0;)
         if (under_way[i].gate == gate) arrive(i);
     return true;
+}
+
+void refuse_gate_waits() {
+    for (unsigned i = 0; i < block_threads; i++) {
+        const Fiber &f = running->fibers[i];
+        if (f.state != State::at_gate) continue;
+        const Gate &g = running->gates[f.gate];
+        throw std::runtime_error("deadlock: " + name(f) + " waits at " + name(f.site) + " for " + name(g, f.turn) +
+                                 ", which expects " +
+                                 (g.expects ? std::to_string(g.expected) + " bytes, of which " : "nothing yet; ") +
+                                 std::to_string(g.asked) + (g.expects ? " were asked for" : " bytes were asked for"));
+    }
 }
 
 void copy_async(void *to, const void *from, size_t bytes) {
@@ -188,6 +166,7 @@ void copy_wait_closed() {
 
 void gate_open(Site site, unsigned long long *gate) {
     const unsigned char *const at = gate_address(site, gate);
+    std::vector<Gate> &gates = running->gates;
     for (const Gate &g : gates)
         if (g.at == at) fail(caller_name(site) + " opens a gate a second time");
     *gate = kGateMark << 32 | gates.size();
@@ -197,7 +176,7 @@ void gate_open(Site site, unsigned long long *gate) {
 
 void gate_expect(Site site, unsigned long long *gate, int bytes) {
     const unsigned number = find_gate(site, gate);
-    Gate &g = gates[number];
+    Gate &g = running->gates[number];
     if (bytes < 0 || bytes % 16) fail(caller_name(site) + " expects " + std::to_string(bytes) + " bytes, no multiple of 16");
     if (g.expects) fail(caller_name(site) + " tells " + name(g, g.turn) + " a second time what to expect");
     check_turn(site, g);
@@ -210,7 +189,7 @@ void gate_expect(Site site, unsigned long long *gate, int bytes) {
 
 void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate) {
     const unsigned number = find_gate(site, gate);
-    Gate &g = gates[number];
+    Gate &g = running->gates[number];
     BulkCopy copy{number, static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), {}, site};
     if (bytes <= 0 || bytes % 16) fail(caller_name(site) + " copies " + std::to_string(bytes) + " bytes, no multiple of 16");
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16)
@@ -218,6 +197,7 @@ void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long l
     const size_t size = static_cast<size_t>(bytes);
     if (!in_dynamic(copy.to, size) && !in_statics(copy.to, size))
         fail(caller_name(site) + " copies to what is not in its shared memory");
+    std::vector<BulkCopy> &under_way = running->under_way;
     for (const BulkCopy &other : under_way)
         if (copy.to < other.to + other.bytes.size() && other.to < copy.to + size)
             fail(caller_name(site) + " copies to where the bulk copy asked for at " + name(other.site) + " has yet to arrive");
@@ -228,19 +208,19 @@ void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long l
     copy.bytes.assign(copy.from, copy.from + size);
     std::memset(copy.to, kPoison, size);
     under_way.push_back(std::move(copy));
-    if (shuffled && next_random() % kAlways < prompt) arrive(under_way.size() - 1);
+    if (shuffled && next_random() % kAlways < running->prompt) arrive(under_way.size() - 1);
 }
 
 void gate_wait(Site site, unsigned long long *gate, unsigned turn) {
     const unsigned number = find_gate(site, gate);
     Fiber &self = *current;
-    if (turn == gates[number].turn) {
+    if (turn == running->gates[number].turn) {
         self.site = site;
         self.gate = number;
         self.turn = turn;
         suspend(State::at_gate);
     }
-    Gate &g = gates[number];
+    Gate &g = running->gates[number];
     // The hardware compares parities: it lets the thread pass too early, or make it wait for a turn that need not come.
     if (g.turn != turn + 1)
         fail(caller_name(site) + " waits for " + name(g, turn) + ", which is in turn " + std::to_string(g.turn));

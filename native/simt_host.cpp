@@ -1,23 +1,13 @@
-// The scheduler of the CUDA shim: fibers, barriers, warp operations (see simt_host.h).
+// The scheduler of the CUDA shim: fibers, barriers, warp operations, clusters (see simt_host.h).
 #include "simt_fibers.h"
 
-#include <signal.h>
-#include <sys/mman.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-// The linker's names for the ends of the section that holds every __shared__ variable.
-extern "C" {
-extern unsigned char __start_simt_shared[] __attribute__((weak));
-extern unsigned char __stop_simt_shared[] __attribute__((weak));
-}
 
 namespace simt {
 
@@ -26,73 +16,23 @@ const uint3 *thread_index;
 bool bulk_gates;
 Counters counters;
 
-std::vector<std::unique_ptr<Fiber>> fibers;
 unsigned block_threads;
 Fiber *current;
 bool shuffled;
-unsigned char *shared_base;
 
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxSharedBytes = 227 << 10;  // the largest a supported GPU gives one block
-
-struct Warp {
-    unsigned existing, ended, arrived;  // lane masks
-    Site site[32];
-    Collective kind[32];
-    unsigned mask[32];
-    uint64_t value[32], result[32];
-    int arg[32], width[32];
-};
-
-std::vector<Warp> warps;
-unsigned ended_threads;  // of the running block
-size_t shared_bytes;     // of dynamic shared memory, as the launch asked for them
-size_t shared_room;      // the same, rounded up as a GPU allocates them
-
-// Dynamic shared memory ends where a page begins that nobody may touch, so that a read past the end is seen, too: on a
-// GPU it is an illegal address.
-class SharedMemory {
-  public:
-    unsigned char *place(size_t bytes) {
-        if (!memory_) {
-            page_ = (size_t)sysconf(_SC_PAGESIZE);
-            size_ = (kMaxSharedBytes + 128 + page_ - 1) / page_ * page_;
-            void *const found = mmap(nullptr, size_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-            if (found == MAP_FAILED) throw std::runtime_error("no memory for shared memory");
-            memory_ = static_cast<unsigned char *>(found);
-            mprotect(memory_ + size_, page_, PROT_NONE);
-            struct sigaction action = {};
-            action.sa_sigaction = on_fault;
-            action.sa_flags = SA_SIGINFO;
-            sigaction(SIGSEGV, &action, &before_);
-        }
-        return memory_ + size_ - bytes;
-    }
-
-  private:
-    // Says what it was, then dies as without it.
-    static void on_fault(int, siginfo_t *info, void *) {
-        const unsigned char *const at = static_cast<unsigned char *>(info->si_addr);
-        if (at >= memory_ + size_ && at < memory_ + size_ + page_) {
-            static const char text[] = "simt: an access past the end of dynamic shared memory\n";
-            if (write(2, text, sizeof text - 1) < 0) _exit(1);
-        }
-        sigaction(SIGSEGV, &before_, nullptr);  // the access is tried again
-    }
-
-    static inline unsigned char *memory_;
-    static inline size_t size_, page_;
-    static inline struct sigaction before_;
-} shared_memory;
+constexpr unsigned kMaxCluster = 8;  // that every GPU with clusters runs
 
 jmp_buf scheduler_context;
 ucontext_t entry_return;
 void (*kernel_function)(const void *);
 const void *kernel_args;
 std::string error;  // set by a fiber, thrown by the scheduler
+
+std::vector<Block *> cluster;  // the blocks that are alive at once, by rank
+unsigned cluster_arrived;      // threads of theirs, at its barrier
 
 uint64_t random_state;
 
@@ -101,11 +41,12 @@ void shuffle_order(std::vector<T> &order) {
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random() % i]);
 }
 
-__attribute__((noinline)) void switch_context(jmp_buf from, jmp_buf to) {
-    if (_setjmp(from) == 0) _longjmp(to, 1);
+// From a fiber to the scheduler. This function calls others, so it keeps nothing below its stack pointer.
+__attribute__((noinline)) void leave(Fiber &self) {
+    if (_setjmp(self.context) != 0) return;
+    asm volatile("mov %%rsp, %0" : "=m"(self.lowest));
+    _longjmp(scheduler_context, 1);
 }
-
-size_t static_bytes() { return statics() ? static_cast<size_t>(__stop_simt_shared - __start_simt_shared) : 0; }
 
 }  // namespace
 
@@ -114,14 +55,6 @@ uint64_t next_random() {  // splitmix64
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
-}
-
-unsigned char *statics() { return __start_simt_shared; }
-bool in_dynamic(const unsigned char *at, size_t bytes) {
-    return at >= shared_base && at + bytes <= shared_base + shared_bytes;
-}
-bool in_statics(const unsigned char *at, size_t bytes) {
-    return at >= statics() && at + bytes <= statics() + static_bytes();
 }
 
 std::string name(const Site &site) {
@@ -135,13 +68,14 @@ std::string name(const uint3 &index) {
     return s.str();
 }
 
-std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(block_index); }
+std::string name(const Fiber &f) { return "thread " + name(f.index) + " of block " + name(f.block->index); }
+
+std::string caller_name(Site site) { return name(*current) + " at " + name(site); }
 
 void suspend(State state) {
-    Fiber *self = current;
-    self->state = state;
+    current->state = state;
     counters.switches++;
-    switch_context(self->context, scheduler_context);
+    leave(*current);
 }
 
 [[noreturn]] void fail(const std::string &message) {
@@ -157,8 +91,12 @@ void fiber_main() {
         kernel_function(kernel_args);
         Fiber *self = current;
         if (!self->copies.empty()) fail(name(*self) + " ended without waiting for its asynchronous copies");
-        if (++ended_threads == block_threads) check_gates();
-        Warp &warp = warps[self->warp];
+        if (self->phase != Phase::outside) fail(name(*self) + " ended between cluster_arrive and cluster_wait");
+        if (self->reached)
+            fail(name(*self) + " at " + name(self->reach_site) + " accesses shared memory of block " +
+                 name(self->reached->index) + " after its last cluster barrier, when that block may have ended");
+        if (++running->ended_threads == block_threads) check_gates();
+        Warp &warp = running->warps[self->warp];
         warp.ended |= 1u << self->lane;
         suspend(State::ended);
     }
@@ -179,55 +117,37 @@ void resume(Fiber &f) {
     setcontext(&context);
 }
 
-void prepare_fibers(unsigned count) {
-    while (fibers.size() < count) {
-        auto f = std::make_unique<Fiber>();
-        void *stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stack == MAP_FAILED) throw std::bad_alloc();
-        mprotect(stack, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
-        f->stack = static_cast<char *>(stack);
-        fibers.push_back(std::move(f));
-    }
+// The first thread of a block in that state; null when there is none.
+const Fiber *find(const Block &block, State state) {
+    for (unsigned i = 0; i < block_threads; i++)
+        if (block.fibers[i].state == state) return &block.fibers[i];
+    return nullptr;
 }
 
-void start_block() {
-    const unsigned warp_total = (block_threads + 31) / 32;
-    ended_threads = 0;
-    start_copies();
-    warps.resize(std::max<size_t>(warps.size(), warp_total));
-    for (unsigned w = 0; w < warp_total; w++) {
-        const unsigned lanes = std::min(32u, block_threads - 32 * w);
-        warps[w].existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1u;
-        warps[w].ended = warps[w].arrived = 0;
-    }
-    for (unsigned i = 0; i < block_threads; i++) {
-        Fiber &f = *fibers[i];
-        f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
-        f.warp = i / 32;
-        f.lane = i % 32;
-        f.state = State::ready;
-    }
-    if (static_bytes()) std::memset(statics(), kPoison, static_bytes());
-    std::memset(shared_base, kPoison, shared_room);
-    counters.blocks++;
+// Whether a block none of whose fibers can go on may do so when others of the cluster have: threads of it wait for those, and
+// none but them at all, or for a gate that one of them may still ask copies for.
+bool waits_for_others(const Block &block) {
+    return find(block, State::in_cluster) && !find(block, State::at_barrier) && !find(block, State::in_warp) &&
+           !find(block, State::ended);
 }
 
-// Called when no fiber can go on and none waits for a gate: releases the block's barrier, or says why it cannot.
+// Called when no fiber can go on and none waits for a gate or for other blocks alone: releases the block's barrier, or says why
+// it cannot.
 void release_barrier() {
     const Fiber *first = nullptr, *ended = nullptr;
     for (unsigned i = 0; i < block_threads; i++) {
-        const Fiber &f = *fibers[i];
+        const Fiber &f = running->fibers[i];
         if (f.state == State::ended) {
             ended = &f;
         } else if (f.state == State::in_warp) {
-            const Warp &warp = warps[f.warp];
+            const Warp &warp = running->warps[f.warp];
             std::ostringstream s;
             s << "deadlock: " << name(f) << " waits in the warp operation at " << name(f.site) << " for lanes 0x" << std::hex
               << (warp.mask[f.lane] & ~warp.arrived) << " of mask 0x" << warp.mask[f.lane] << ", which wait elsewhere";
             throw std::runtime_error(s.str());
         } else if (first == nullptr) {
             first = &f;
-        } else if (!(first->site == f.site)) {
+        } else if (first->state != f.state || !(first->site == f.site)) {
             throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", " + name(f) +
                                      " at " + name(f.site));
         }
@@ -235,34 +155,71 @@ void release_barrier() {
     if (ended != nullptr)
         throw std::runtime_error("divergent barrier: " + name(*first) + " waits at " + name(first->site) + ", but " +
                                  name(*ended) + " has ended");
-    for (unsigned i = 0; i < block_threads; i++) fibers[i]->state = State::ready;
+    for (unsigned i = 0; i < block_threads; i++) running->fibers[i].state = State::ready;
     counters.barriers++;
 }
 
-// One block to its end; `order` is that of its threads.
-void run_block(std::vector<unsigned> &order) {
-    start_block();
-    while (ended_threads < block_threads) {
+// Lets a block go on until it ends, waits for others of its cluster, or has resumed threads so many times; says whether it has
+// resumed any. `order` is that of its threads.
+bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
+    if (block.stuck) return false;
+    put_in_place(block);
+    bool moved = false;
+    while (block.ended_threads < block_threads) {
         if (shuffled) shuffle_order(order);
         bool progress = false;
         for (unsigned i : order) {
-            Fiber &f = *fibers[i];
+            Fiber &f = block.fibers[i];
             if (f.state != State::ready) continue;
-            progress = true;
+            if (resumptions-- == 0) return true;
+            progress = moved = true;
             resume(f);
             if (!error.empty()) throw std::runtime_error(error);
         }
-        if (progress)
+        if (progress) {
             arrive_some();
-        else if (!arrive_awaited())
+        } else if (!arrive_awaited()) {
+            block.stuck = waits_for_others(block);
+            if (block.stuck) return moved;
+            refuse_gate_waits();
             release_barrier();
+        }
     }
-    // What lies behind dynamic shared memory must still be poison.
-    for (size_t i = shared_bytes; i < shared_room; i++)
-        if (shared_base[i] != kPoison) throw std::runtime_error("a write past the end of dynamic shared memory");
+    check_shared_end();
+    return true;
 }
 
-Fiber &fiber_of(const Warp &warp, int lane) { return *fibers[32 * (&warp - warps.data()) + lane]; }
+// Called when no block of the cluster can go on: says why.
+[[noreturn]] void refuse_cluster_wait(const std::vector<Block *> &living) {
+    for (Block *block : living) {
+        put_in_place(*block);
+        refuse_gate_waits();
+    }
+    const Fiber *const waits = find(*living[0], State::in_cluster);
+    const auto ended = std::find_if(cluster.begin(), cluster.end(), [](const Block *b) { return find(*b, State::ended); });
+    throw std::runtime_error("divergent barrier: " + name(*waits) + " waits for its cluster at " + name(waits->site) + ", but " +
+                             name(*find(**ended, State::ended)) + " has ended");
+}
+
+// The blocks of the cluster, in turns, to their ends.
+void run_cluster(std::vector<unsigned> &order) {
+    std::vector<Block *> living = cluster;
+    // How often a block is left while it could go on, out of kAlways times.
+    const uint64_t restless = shuffled && living.size() > 1 ? next_random() % (kAlways + 1) : 0;
+    while (!living.empty()) {
+        if (shuffled) shuffle_order(living);
+        bool moved = false;
+        for (Block *block : living) {
+            const bool leave_early = restless > 0 && next_random() % kAlways < restless;
+            moved |= advance(*block, order, leave_early ? 1 + next_random() % (2 * block_threads) : UINT64_MAX);
+        }
+        if (!moved) refuse_cluster_wait(living);
+        const auto ended = [](const Block *block) { return block->ended_threads == block_threads; };
+        living.erase(std::remove_if(living.begin(), living.end(), ended), living.end());
+    }
+}
+
+Fiber &fiber_of(const Warp &warp, int lane) { return running->fibers[32 * (&warp - running->warps.data()) + lane]; }
 
 int source_lane(const Warp &warp, int lane) {
     const int width = warp.width[lane], arg = warp.arg[lane];
@@ -351,8 +308,6 @@ void complete(Warp &warp, unsigned mask, int lane) {
 
 }  // namespace
 
-unsigned char *dynamic_shared() { return shared_base; }
-
 void block_barrier(Site site) {
     current->site = site;
     suspend(State::at_barrier);
@@ -360,7 +315,7 @@ void block_barrier(Site site) {
 
 uint64_t warp_collective(Site site, Collective kind, unsigned mask, uint64_t value, int arg, int width) {
     Fiber &self = *current;
-    Warp &warp = warps[self.warp];
+    Warp &warp = running->warps[self.warp];
     const unsigned bit = 1u << self.lane;
     if (!(mask & bit)) fail(name(self) + " is not in the mask of its own warp operation at " + name(site));
     if (mask & ~warp.existing) fail("the mask at " + name(site) + " names lanes that the block does not have");
@@ -394,6 +349,71 @@ void load_halves(Site site, unsigned *words, const void *row) {
     warp_collective(site, Collective::load_halves, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, 32);
 }
 
+int cluster_rank() { return static_cast<int>(running->rank); }
+int cluster_size() { return static_cast<int>(cluster.size()); }
+
+namespace {
+
+// All threads of a block must arrive, and wait, at one place; blocks may differ.
+void meet(Meeting &m, Site site, const char *what) {
+    if (m.count == 0) m.site = site;
+    m.count = (m.count + 1) % block_threads;  // nobody is here again before all have been
+    if (!(m.site == site))
+        fail("divergent barrier: " + name(*current) + " calls " + what + " at " + name(site) +
+             ", another thread of its block at " + name(m.site));
+}
+
+}  // namespace
+
+void cluster_arrive(Site site) {
+    Fiber &self = *current;
+    if (self.phase != Phase::outside) fail(caller_name(site) + " calls cluster_arrive again without cluster_wait");
+    meet(running->arriving, site, "cluster_arrive");
+    self.phase = Phase::arrived;
+    self.reached = nullptr;
+    if (++cluster_arrived < cluster.size() * block_threads) return;
+    cluster_arrived = 0;
+    for (Block *block : cluster) {
+        block->stuck = false;
+        for (unsigned i = 0; i < block_threads; i++) {
+            Fiber &f = block->fibers[i];
+            f.phase = Phase::passed;
+            if (f.state == State::in_cluster) f.state = State::ready;
+        }
+    }
+    counters.barriers++;
+}
+
+void cluster_wait(Site site) {
+    Fiber &self = *current;
+    if (self.phase == Phase::outside) fail(caller_name(site) + " calls cluster_wait without cluster_arrive");
+    self.site = site;
+    if (self.phase == Phase::arrived) suspend(State::in_cluster);
+    meet(running->waiting, site, "cluster_wait");
+    self.phase = Phase::outside;
+    self.all_began = true;
+}
+
+unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
+    Fiber &self = *current;
+    unsigned char *const at = static_cast<unsigned char *>(const_cast<void *>(shared));
+    if (rank < 0 || rank >= cluster_size())
+        fail(caller_name(site) + " names block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_size()));
+    if (reinterpret_cast<uintptr_t>(at) % bytes)
+        fail(caller_name(site) + " accesses " + std::to_string(bytes) + " bytes that are not aligned to their size");
+    if (!in_dynamic(at, bytes) && !in_statics(at, bytes))
+        fail(caller_name(site) + " names an address that is not in its shared memory");
+    Block &other = *cluster[static_cast<size_t>(rank)];
+    if (&other != running) {
+        const auto what = [&] { return caller_name(site) + " accesses shared memory of block " + name(other.index); };
+        if (!self.all_began) fail(what() + " before its first cluster barrier, when that block may not have begun");
+        if (other.ended_threads) fail(what() + ", of which threads have ended");
+        self.reached = &other;
+        self.reach_site = site;
+    }
+    return same_place(other, at);
+}
+
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
     const uint3 g = launch.grid, b = launch.block;
     const uint64_t threads = (uint64_t)b.x * b.y * b.z;
@@ -403,11 +423,15 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
         throw std::runtime_error("grid out of range: x is 1 to 2^31-1, y and z are 1 to 65535");
     if (launch.shared_bytes > kMaxSharedBytes)
         throw std::runtime_error("more than 227 KB of shared memory: " + std::to_string(launch.shared_bytes) + " bytes");
+    const uint64_t total = (uint64_t)g.x * g.y * g.z;
+    if (launch.cluster == 0 || launch.cluster > kMaxCluster)
+        throw std::runtime_error("a cluster has 1 to 8 blocks, not " + std::to_string(launch.cluster));
+    if (launch.cluster > 1 && !launch.gates)
+        throw std::runtime_error("clusters of " + std::to_string(launch.cluster) + " blocks: below sm_90 there are none");
+    if (g.x % launch.cluster)
+        throw std::runtime_error("a grid of " + std::to_string(g.x) + " blocks along x is no multiple of clusters of " +
+                                 std::to_string(launch.cluster));
     block_threads = (unsigned)threads;
-    prepare_fibers(block_threads);
-    shared_bytes = launch.shared_bytes;
-    shared_room = (launch.shared_bytes + 127) / 128 * 128;
-    shared_base = shared_memory.place(shared_room);
     grid_dim = g;
     block_dim = b;
     kernel_function = kernel;
@@ -420,19 +444,20 @@ void run(const Launch &launch, void (*kernel)(const void *), const void *args) {
 
     std::vector<unsigned> order((size_t)threads);
     for (unsigned i = 0; i < threads; i++) order[i] = i;
-    std::vector<uint64_t> blocks((size_t)g.x * g.y * g.z);
-    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = i;
-    if (shuffled) shuffle_order(blocks);
+    std::vector<uint64_t> firsts((size_t)(total / launch.cluster));  // blocks of rank 0
+    for (size_t i = 0; i < firsts.size(); i++) firsts[i] = i * launch.cluster;
+    if (shuffled) shuffle_order(firsts);
+    cluster = prepare_blocks(launch.cluster, launch.shared_bytes);
     try {
-        for (uint64_t i : blocks) {
-            block_index = {(unsigned)(i % g.x), (unsigned)(i / g.x % g.y), (unsigned)(i / ((uint64_t)g.x * g.y))};
-            run_block(order);
+        for (const uint64_t n : firsts) {
+            const uint3 first = {(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / ((uint64_t)g.x * g.y))};
+            cluster_arrived = 0;
+            for (unsigned rank = 0; rank < launch.cluster; rank++)
+                start_block(*cluster[rank], {first.x + rank, first.y, first.z}, rank);
+            run_cluster(order);
         }
     } catch (...) {
-        for (auto &f : fibers) {  // abandoned in mid-kernel: start afresh next time
-            f->started = false;
-            f->copies.clear();
-        }
+        abandon_blocks();
         throw;
     }
 }

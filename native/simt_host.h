@@ -1,10 +1,12 @@
 // The CUDA execution model on one CPU thread, for tests: the kernels under kernels/ compile against this header with
-// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation; blocks run one after another. It
-// checks what a GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written
-// (poisoned with 0xff before each block). A seed shuffles the order of blocks and fibers, so that a result that depends on
-// the order moves. Bulk copies arrive when the seed says: their destination is poison until then, and each turn of their
-// gates must be opened, expected, asked for and waited for as on sm_90. It shows no races within one instruction, no missing
-// fences between a thread's own accesses and bulk copies, and no performance.
+// g++. Each CUDA thread is a fiber that runs until it meets a barrier or a warp operation. Clusters of blocks run one after
+// another; the blocks of a cluster take turns, each until it waits for the others, or until the seed says. It checks what a
+// GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written (poisoned with
+// 0xff before each block), shared memory of a block that may not have begun or may have left. A seed shuffles the order of
+// blocks and fibers, so that a result that depends on the order moves. Bulk copies arrive when the seed says: their destination
+// is poison until then, and each turn of their gates must be opened, expected, asked for and waited for as on sm_90. It shows no
+// races within one instruction, no missing fences between a thread's own accesses and bulk copies, no order of memory between
+// blocks, and no performance.
 #pragma once
 
 #include <cmath>
@@ -42,7 +44,8 @@ struct Launch {
     uint3 grid, block;
     size_t shared_bytes;  // dynamic shared memory
     uint64_t seed;        // 0: blocks and fibers in index order
-    bool gates = true;    // as from sm_90 on; without, bulk copies are plain ones
+    bool gates;           // as from sm_90 on; without, bulk copies are plain ones
+    unsigned cluster;     // blocks along x that are alive at once; 1 without gates
 };
 
 // Runs `kernel(args)` on every thread of the launch; throws std::runtime_error on undefined behaviour it sees.
@@ -105,6 +108,14 @@ void gate_expect(Site site, unsigned long long *gate, int bytes);
 void bulk_copy(Site site, void *to, const void *from, int bytes, unsigned long long *gate);
 void gate_wait(Site site, unsigned long long *gate, unsigned turn);
 
+// Clusters: see kernels/port.cuh. All threads of a block arrive, and wait, at one place; blocks may differ. cluster_address is
+// that of what lies at `shared` in the shared memory of block `rank`.
+int cluster_rank();
+int cluster_size();
+void cluster_arrive(Site site);
+void cluster_wait(Site site);
+unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes);
+
 template <class T>
 inline uint64_t to_word(T v) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
@@ -128,8 +139,9 @@ inline T shuffle(Site site, Collective kind, unsigned mask, T v, int arg, int wi
 #define __global__
 #define __forceinline__ inline
 #define __restrict__ __restrict
-// One block runs at a time, so shared memory is static; its section is poisoned before each block. Not in a template:
-// g++ ignores the section of a template's static variable (tests/kernels/test_sources.py looks for that).
+// One block runs at a time, so shared memory is static; its section is poisoned before each block, and copied when blocks of a
+// cluster take turns. Not in a template: g++ ignores the section of a template's static variable
+// (tests/kernels/test_sources.py looks for that).
 #define __shared__ static __attribute__((section("simt_shared")))
 #define __align__(n) __attribute__((aligned(n)))
 

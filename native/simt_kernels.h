@@ -18,5 +18,6 @@ struct Kernel {
 const std::vector<Kernel> &exact_kernels();
 const std::vector<Kernel> &fast_kernels();
 const std::vector<Kernel> &selftest_kernels();  // small kernels that test the shim itself
+const std::vector<Kernel> &cluster_selftest_kernels();
 
 }  // namespace simt

@@ -1,21 +1,8 @@
 // Small kernels that test the CUDA shim itself: each says what a correct shim makes of it. Those named *_fault hold the
 // mistake that their test must see.
-#include "simt_kernels.h"
-
-#include "../kernels/port.cuh"
-
-struct SelftestArgs {
-    int *out;
-    int *in;
-    int n;
-    int reserved;
-};
+#include "simt_selftest.h"
 
 namespace {
-
-int linear_thread() { return (int)((threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x); }
-int linear_block() { return (int)((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x); }
-int block_size() { return (int)(blockDim.x * blockDim.y * blockDim.z); }
 
 // out[thread] = in[block_size - 1 - thread], by way of shared memory.
 void reverse(const SelftestArgs &a, bool barrier) {

@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from kestrel.launch import (
 from kestrel.ops import Op
 
 Mode = Literal["fast", "bitexact", "l2exact"]
+MAX_CLUSTER = 8  # blocks of a cluster that every GPU with clusters runs
 GRAPH_ROWS = 8  # programs of up to this many rows repeat, so they are worth recording
 
 
@@ -278,8 +279,15 @@ class CudaBackend:
         self.name = f"cuda:{device_index}"
         self.mode: Mode = mode
         self.graph = graph
-        limits = Tuning(sms=self.device.multiprocessors, shared_limit=self.device.shared_bytes_per_block)
-        self.tuning = limits if tuning is None else tuning
+        self._max_cluster = MAX_CLUSTER if self.device.capability >= (9, 0) else 1
+        limits = Tuning(
+            sms=self.device.multiprocessors,
+            shared_limit=self.device.shared_bytes_per_block,
+            max_cluster=self._max_cluster,
+        )
+        self.tuning = limits
+        if tuning is not None:
+            self.tuning = replace(tuning, max_cluster=min(tuning.max_cluster, self._max_cluster))
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         with self._device():
             self.stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -397,6 +405,11 @@ class CudaBackend:
                 arguments.table = table.ptr
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             function = self._kernels.function(launch.kernel, launch.shared)
+            if launch.cluster > self._max_cluster:
+                raise BackendError(
+                    f"kernel {launch.kernel} wants clusters of {launch.cluster} blocks; "
+                    f"{self.name} ({self.device.name}) has clusters of {self._max_cluster} at most"
+                )
             can = self.tuning.programmatic and self.device.capability >= (9, 0)
             made = launch.kernel.removesuffix("_fast") in PROGRAMMATIC
             early = launch_config(launch, early=True) if can and made else None
@@ -432,7 +445,8 @@ class CudaBackend:
             if int(status) != 0:
                 raise BackendError(
                     f"{self.name} refused kernel {launch.kernel} with grid {launch.grid}, "
-                    f"block {launch.block}, {launch.shared} bytes of shared memory: {status.name}"
+                    f"block {launch.block}, clusters of {launch.cluster}, {launch.shared} bytes of shared "
+                    f"memory: {status.name}"
                 )
 
     def pinned(self, shape: Sequence[int], dtype: npt.DTypeLike) -> tuple[Any, npt.NDArray[Any]]:

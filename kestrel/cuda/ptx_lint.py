@@ -164,9 +164,10 @@ def early_findings(
             if begins and name.removesuffix("_fast") not in first:
                 findings.append(Finding(name, "next kernel begun ahead of the wait", number, code.strip()))
             base, *modifiers = opcode.split(".")
-            memory = base in ("ld", "st", "atom", "red") and not {"param", "shared", "const", "local"} & set(
-                modifiers
-            )
+            # Shared memory of another block of the cluster (shared::cluster) is of this launch, too.
+            spaces = {modifier.split("::")[0] for modifier in modifiers}
+            own = {"param", "shared", "const", "local"} & spaces
+            memory = base in ("ld", "st", "atom", "red") and not own
             copies = base == "cp" and modifiers[:1] == ["async"] and "cg" in modifiers
             if (copies and "cg" not in allowed) or (
                 memory and not (base == "ld" and allowed & set(modifiers))

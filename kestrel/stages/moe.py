@@ -103,6 +103,12 @@ def _down_shared_bytes(topk: Any, mm: Any, rows: int, cluster: int) -> int:
     return own + 18 * chosen * rows * groups + router_shared_bytes(topk.E, chosen)
 
 
+def _down_rows(n: int, cluster: int, t: Tuning) -> int:
+    """Rows to a block of a down stage: as few as fill the multiprocessors with whole clusters."""
+    blocks = max(t.sms // cluster, 1) * cluster
+    return max(4, min(_round_up(ceil(n, blocks), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
+
+
 def _down_any_shared_bytes(topk: Any, mm: Any, rows: int) -> int:
     """Dynamic shared memory of ``k_moe_down_any`` (``DownAnyShared``)."""
     chosen = int(mm.T)
@@ -117,20 +123,21 @@ def _down(ops: Sequence[Op], topk: Any, h: int, t: Tuning) -> Launch | None:
         return None
     n, block = mm.w[0].n, (32 * t.down_warps, 1, 1)
     limit = t.shared_limit - STATIC_SHARED
-    rows = max(4, min(_round_up(ceil(n, t.sms), 4), t.down_rows // 4 * 4, 32 * t.down_warps))
     copied = (h, mm.w[0].scale)
     if _q4local(mm) and n % 4 == 0 and mm.w[0].k % 64 == 0 and not any(address % 16 for address in copied):
-        few, cluster = rows, max(1, t.down_cluster)
+        cluster = min(t.down_cluster, t.max_cluster)
         while mm.T % cluster:
             cluster //= 2
-        while few > 4 and _down_shared_bytes(topk, mm, few, cluster) > limit:
-            few -= 4
-        shared = _down_shared_bytes(topk, mm, few, cluster)
+        rows = _down_rows(n, cluster, t)
+        while rows > 4 and _down_shared_bytes(topk, mm, rows, cluster) > limit:
+            rows -= 4
+        shared = _down_shared_bytes(topk, mm, rows, cluster)
         if shared <= limit:
-            args = MoeDownArgs(mm, combine, add, topk, rows=few)
+            args = MoeDownArgs(mm, combine, add, topk, rows=rows)
             args.mm.x = h
-            grid = (cluster * ceil(n, cluster * few), 1, 1)
+            grid = (cluster * ceil(n, cluster * rows), 1, 1)
             return Launch("k_moe_down", grid, block, shared, args, cluster)
+    rows = _down_rows(n, 1, t)
     shared = _down_any_shared_bytes(topk, mm, rows)
     if shared > limit:
         return None

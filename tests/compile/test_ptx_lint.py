@@ -6,6 +6,7 @@ import pytest
 
 from kestrel.cuda import compile as nvrtc
 from kestrel.cuda.ptx_lint import early_findings, entry_points, functions, lint
+from kestrel.cuda.sources import kernel_sources
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
 
@@ -171,3 +172,58 @@ def test_a_function_that_waits() -> None:
 def test_early_kernel_without_a_wait() -> None:
     text = nvrtc.compile_source("planted.cu", CLEAN.encode(), {}, "sm_90").ptx
     assert "launched early without griddepcontrol.wait" in {f.rule for f in early_findings(text, {"k_norm"})}
+
+
+CLUSTER = """
+#include "port.cuh"
+struct Args {{ float4 *out; }};
+KERNEL void k_norm(const Args a) {{
+    DYNAMIC_SHARED(shared);
+    float *const f = (float *)shared;
+    cluster_sync();
+    const int next = (cluster_rank() + 1) % cluster_size();
+    cluster_store(f, next, 1.0f);
+    cluster_store((int *)f + 1, next, 1);
+    cluster_store((uint2 *)f + 1, next, uint2{{3u, 4u}});
+    cluster_store((float4 *)f + 1, next, make_float4(1.0f, 2.0f, 3.0f, 4.0f));
+    cluster_arrive();
+    {ahead}
+    cluster_wait();
+    const uint2 pair = cluster_load((uint2 *)f + 1, next);
+    const uint4 whole = cluster_load((uint4 *)f + 1, next);
+    float4 v = cluster_load((float4 *)f + 2, next);
+    v.x = (float)(pair.x + whole.w + cluster_load((unsigned *)f, next)) + cluster_load(f + 1, next);
+    wait_for_previous();
+    a.out[threadIdx.x] = v;
+    cluster_sync();
+}}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_clusters_pass(arch: str) -> None:
+    headers = kernel_sources().headers
+    text = nvrtc.compile_source("planted.cu", CLUSTER.format(ahead="").encode(), headers, arch).ptx
+    assert rules(text) == set()
+    expected = {
+        "barrier.cluster.arrive.release.aligned": 3,
+        "barrier.cluster.wait.acquire.aligned": 3,
+        "st.shared::cluster.u32": 2,
+        "st.shared::cluster.v2.u32": 1,
+        "st.shared::cluster.v4.u32": 1,
+        "ld.shared::cluster.u32": 2,
+        "ld.shared::cluster.v2.u32": 1,
+        "ld.shared::cluster.v4.u32": 2,
+    }
+    found = {instruction: text.count(instruction) for instruction in expected}
+    if arch == "sm_80":
+        assert set(found.values()) == {0}
+        assert "bar.sync" in text
+        assert "cluster" not in text
+        return
+    assert found == expected
+    # Shared memory of the cluster is of this launch: it may be used ahead of the wait, other memory may not.
+    assert early_findings(text, {"k_norm"}) == []
+    store = CLUSTER.format(ahead="a.out[0].x = 1.0f;").encode()
+    text = nvrtc.compile_source("planted.cu", store, headers, arch).ptx
+    assert {f.rule for f in early_findings(text, {"k_norm"})} == {"access ahead of griddepcontrol.wait"}

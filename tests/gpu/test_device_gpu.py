@@ -188,3 +188,69 @@ def test_a_launch_waits_for_the_one_before(early: bool, monkeypatch: pytest.Monk
     with backend.current(), pytest.raises(BackendError, match=message):
         backend.launch(backend.prepare([replace(launch, grid=(1, 65536, 1))]))
     backend.close()
+
+
+# out[block][thread] += 1000 * (block `cluster - 1 - rank` of the cluster) + thread, by way of shared memory.
+CLUSTER = b"""
+#include "port.cuh"
+struct ClusterArgs { int *out; };
+KERNEL void k_cluster(const ClusterArgs a) {
+    DYNAMIC_SHARED(shared);
+    float4 *const given = (float4 *)shared, *const got = given + blockDim.x;
+    const int i = threadIdx.x, other = cluster_size() - 1 - cluster_rank();
+    given[i] = make_float4(0.0f, 0.0f, 0.0f, (float)i);
+    cluster_sync();
+    wait_for_previous();
+    start_next();
+    const float thread = cluster_load(&given[i], other).w;
+    cluster_store((int *)&got[i].y, other, (int)(1000u * blockIdx.x));
+    cluster_arrive();
+    cluster_wait();
+    a.out[blockIdx.x * blockDim.x + i] += ((int *)&got[i])[1] + (int)thread;
+}
+"""
+
+
+class ClusterArgs(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_uint64)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
+def test_blocks_of_a_cluster_exchange_values(
+    cluster: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_cluster"} if early else ()))
+    backend = CudaBackend(0, sources=KernelSources({"planted.cu": CLUSTER}, kernel_sources().headers))
+    most = backend.tuning.max_cluster
+    assert most == (8 if backend.device.capability >= (9, 0) else 1)
+    threads, shared = 128, 64 << 10  # more than a block may take without asking
+    out = backend.zeros((32, threads), np.int32)
+    launch = Launch("k_cluster", (32, 1, 1), (threads, 1, 1), shared, ClusterArgs(out.ptr), cluster)
+    if cluster > most:
+        with pytest.raises(BackendError, match=f"wants clusters of {cluster} .* clusters of {most} at most"):
+            backend.prepare([launch])
+        backend.close()
+        return
+    with backend.current():
+        prepared = backend.prepare([launch] * 3)
+        backend.launch(prepared)
+        backend.stream.synchronize()
+        backend.launch(prepared, side=True)
+        backend.side_stream.synchronize()
+        graph = Graph.record(backend.stream, lambda: backend.launch(prepared))
+        graph.launch()
+        backend.synchronize()
+    block = np.arange(32).reshape(-1, cluster)[:, ::-1].reshape(32, 1)
+    np.testing.assert_array_equal(backend.read(out), 9 * (1000 * block + np.arange(threads)))
+    if cluster > 1:
+        with backend.current(), pytest.raises(BackendError, match=f"refused .* clusters of {cluster}"):
+            backend.launch(backend.prepare([replace(launch, grid=(cluster + 1, 1, 1))]))
+    backend.close()
+
+
+def test_a_tuning_gets_no_larger_clusters_than_the_gpu_has(gpu: CudaBackend) -> None:
+    for wanted in (1, 2, 100):
+        backend = CudaBackend(0, tuning=replace(gpu.tuning, max_cluster=wanted))
+        assert backend.tuning.max_cluster == min(wanted, gpu.tuning.max_cluster)
+        backend.close()

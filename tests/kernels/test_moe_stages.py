@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
 from kestrel.config import ModelConfig
-from kestrel.launch import STATIC_SHARED, Launch, Tuning, launches, plan
+from kestrel.launch import STATIC_SHARED, Launch, Mode, Tuning, launches, plan
 from kestrel.ops import OPS, Op, WType
 from kestrel.simt import SimtBackend, run_launch
 from kestrel.stages import moe
@@ -37,8 +37,15 @@ def tap_hashes(model: Any, tokens: int, run: Callable[[Any], None]) -> dict[str,
     return found
 
 
-def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int, gates: bool = True) -> None:
-    whole = plan(step.ops, "l2exact", replace(tuning, apart=0))  # no more memory than kernels need
+def launched(
+    step: Any,
+    tuning: Tuning,
+    grid: Grid | None = None,
+    seed: int = 0,
+    gates: bool = True,
+    mode: Mode = "l2exact",
+) -> None:
+    whole = plan(step.ops, mode, replace(tuning, apart=0))  # no more memory than kernels need
     if grid is not None:
         whole.main[:] = [
             replace(launch, grid=(blocks_of(launch, grid), 1, 1)) if is_ffn(launch.kernel) else launch
@@ -49,8 +56,10 @@ def launched(step: Any, tuning: Tuning, grid: Grid | None, seed: int, gates: boo
 
 
 def blocks_of(launch: Launch, grid: Grid) -> int:
-    """The down stage needs a block for each of its rows' parts."""
-    return max(grid(launch), launch.grid[0]) if "moe_down" in launch.kernel else grid(launch)
+    """The down stage needs a block for each of its rows' parts, in whole clusters."""
+    if "moe_down" not in launch.kernel:
+        return grid(launch)
+    return -(-max(grid(launch), launch.grid[0]) // launch.cluster) * launch.cluster
 
 
 def is_ffn(kernel: str) -> bool:
@@ -70,6 +79,8 @@ def check(
 ) -> dict[str, int]:
     """Every tap as on the CPU; ``kernels`` must be among the launches."""
     tuning = tuning or Tuning()
+    if not gates:
+        tuning = replace(tuning, max_cluster=1)
     cpu = make_model(config, weights, slots=8, max_rows=1)
     expected = tap_hashes(cpu, tokens, lambda step: step.program.run())
     model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
@@ -232,7 +243,7 @@ GRIDS: dict[str, Grid] = {
 @pytest.mark.parametrize("wtype", [WType.q4local, WType.q8local])
 def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
     for hidden in (224, 512):
-        config = moe_config(hidden=hidden, experts=13, top_k=5, moe_ffn=192)
+        config = moe_config(hidden=hidden, experts=13, top_k=6, moe_ffn=192)
         check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
         config = tiny_config("qwen3", layers=1, vocab=64, hidden=hidden, ffn=416)
         check(config, weights_of(config, wtype), grid=GRIDS[grid], seed=seed)
@@ -269,6 +280,99 @@ def test_experts_without_gates(seed: int) -> None:
     config = moe_config(hidden=512, experts=13, top_k=5, moe_ffn=192)
     for tuning in (Tuning(sms=2), Tuning(expert_warps=3, down_warps=3, down_rows=20, sms=1)):
         check(config, weights_of(config), tuning=tuning, seed=seed, kernels=MOE_STAGES, gates=False)
+
+
+# -- clusters of the down stage ----------------------------------------------------------------------------
+
+# Of 160 to a block, at most. In the last cluster of four by 12, 16 are left: two blocks get none.
+CLUSTER_ROWS = (20, 12, 32)
+
+
+def cluster_config(chosen: int, ffn: int = 192) -> ModelConfig:
+    return moe_config(hidden=160, heads=2, kv_heads=1, experts=9, top_k=chosen, moe_ffn=ffn)
+
+
+def planned(config: ModelConfig, weights: Weights, tuning: Tuning) -> list[Launch]:
+    model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
+    return plan(model.step(1, 1, "off").ops, "l2exact", tuning).main
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted", "most", "cluster"),
+    [
+        *((8, wanted, 8, wanted) for wanted in (1, 2, 4, 8)),
+        *((6, wanted, 8, min(wanted, 2)) for wanted in (1, 2, 4, 8)),
+        *((5, wanted, 8, 1) for wanted in (1, 2, 8)),
+        *((8, 8, most, most) for most in (1, 2, 4)),
+        (1, 8, 8, 1),
+    ],
+)
+def test_a_cluster_shares_the_experts_equally(chosen: int, wanted: int, most: int, cluster: int) -> None:
+    config = cluster_config(chosen)
+    tuning = Tuning(down_cluster=wanted, max_cluster=most, down_rows=12, sms=1)
+    whole = planned(config, weights_of(config), tuning)
+    (launch,) = (launch for launch in whole if launch.kernel == "k_moe_down")
+    assert launch.cluster == cluster
+    assert launch.grid == (-(-160 // (12 * cluster)) * cluster, 1, 1)
+    assert all(launch.cluster == 1 for launch in whole if launch.kernel != "k_moe_down")
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4, 8])
+def test_whole_clusters_on_the_multiprocessors(wanted: int) -> None:
+    """Where rows suffice for one block to each: so ``placement`` can keep them apart."""
+    for hidden in (2048, 2112, 2144, 2560, 4096):
+        config = moe_config(hidden=hidden, heads=2, kv_heads=1, experts=8, top_k=8, moe_ffn=64)
+        weights = weights_of(config)
+        for sms in (132, 108, 78):
+            tuning = Tuning(down_cluster=wanted, sms=sms)
+            (grid,) = (launch.grid for launch in planned(config, weights, tuning) if "down" in launch.kernel)
+            assert grid[0] <= sms or hidden > 32 * (sms // wanted * wanted)
+
+
+@pytest.mark.parametrize("rows", CLUSTER_ROWS)
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("chosen", [8, 6, 4, 2, 1])
+def test_clusters(chosen: int, cluster: int, rows: int) -> None:
+    config = cluster_config(chosen)
+    weights = weights_of(config)
+    for seed in range(6):
+        tuning = Tuning(down_cluster=cluster, down_rows=rows, down_warps=(8, 3, 1)[seed % 3], sms=1)
+        check(config, weights, tuning=tuning, tokens=1, seed=seed, kernels=("k_moe_down",))
+
+
+@pytest.mark.parametrize("chosen", [8, 6])
+def test_clusters_of_many_experts_and_long_rows(chosen: int) -> None:
+    """More than a warp chooses among, and inputs of several rounds of loads."""
+    config = moe_config(hidden=96, heads=2, kv_heads=1, experts=130, top_k=chosen, moe_ffn=832)
+    weights = weights_of(config)
+    for cluster in (2, 4, 8):
+        tuning = Tuning(down_cluster=cluster, down_warps=4, sms=2)
+        check(config, weights, tuning=tuning, seed=cluster, kernels=("k_moe_down",))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_experts_that_a_cluster_would_share_without_gates(seed: int) -> None:
+    """As below sm_90: every block takes all experts."""
+    config = cluster_config(8)
+    check(config, weights_of(config), tuning=Tuning(down_cluster=4, sms=1), seed=seed, gates=False)
+
+
+@pytest.mark.parametrize("rows", CLUSTER_ROWS)
+def test_fast_forms_do_not_depend_on_the_cluster(rows: int) -> None:
+    config = cluster_config(8)
+    weights = weights_of(config)
+
+    def hashes(cluster: int, seed: int) -> dict[str, int]:
+        tuning = Tuning(down_cluster=cluster, down_rows=rows, sms=1)
+        model = make_model(config, weights, backend=SimtBackend(tuning=tuning), slots=8, max_rows=1)
+        names = {launch.kernel for launch in plan(model.step(1, 1, "extended").ops, "fast", tuning).main}
+        assert "k_moe_down_fast" in names
+        return tap_hashes(model, 2, lambda step: launched(step, tuning, seed=seed, mode="fast"))
+
+    expected = hashes(1, 0)
+    for cluster in (2, 4, 8):
+        for seed in (0, 1, 2):
+            assert hashes(cluster, seed) == expected, (cluster, seed)
 
 
 # -- what is joined ----------------------------------------------------------------------------------------

@@ -43,9 +43,10 @@ def launch(
     seed: int = 0,
     reserved: int = 0,
     gates: bool = True,
+    cluster: int = 1,
 ) -> npt.NDArray[np.int32]:
     args = SelftestArgs(out.ctypes.data, 0 if source is None else source.ctypes.data, n, reserved)
-    _simt.launch(kernel, grid, block, shared, bytes(args), seed, gates)
+    _simt.launch(kernel, grid, block, shared, bytes(args), seed, gates, cluster)
     return out
 
 
@@ -223,6 +224,10 @@ def test_a_seed_shuffles_the_order_of_blocks() -> None:
         ({"grid": (0, 1, 1)}, "grid out of range"),
         ({"grid": (1, 65536, 1)}, "grid out of range"),
         ({"shared": 228 << 10}, "227 KB"),
+        ({"cluster": 0}, "1 to 8 blocks, not 0"),
+        ({"cluster": 9, "grid": (9, 1, 1)}, "1 to 8 blocks, not 9"),
+        ({"cluster": 4, "grid": (6, 4, 1)}, "6 blocks along x is no multiple of clusters of 4"),
+        ({"cluster": 2, "grid": (2, 1, 1), "gates": False}, "clusters of 2 blocks: below sm_90"),
     ],
 )
 def test_geometry_is_checked(geometry: dict[str, Dim3 | int], message: str) -> None:

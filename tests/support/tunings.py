@@ -6,6 +6,7 @@ from __future__ import annotations
 VARIANTS: dict[str, tuple[int, ...]] = {
     "sms": (1, 200),
     "shared_limit": (20_000, 99 * 1024),
+    "max_cluster": (1, 4),
     "elementwise_threads": (32, 1024),
     "norm_threads": (32, 512),
     "qk_norm_heads": (1, 7),
@@ -40,6 +41,7 @@ VARIANTS: dict[str, tuple[int, ...]] = {
     "expert_blocks": (2, 3),
     "expert_warps": (1, 5),
     "down_warps": (1, 5),
+    "down_cluster": (1, 8),
     "down_rows": (4, 12),
     "hash_threads": (32, 96),
     "hash_long_bytes": (1, 1 << 30),
