@@ -123,7 +123,7 @@ def test_a_variant_with_other_bits_is_refused(config: ModelConfig, tmp_path: Pat
     folder = tmp_path / "kernels"
     shutil.copytree(KERNELS, folder)
     norm = (folder / "block_norm.cuh").read_text()
-    changed = norm.replace("sum += t[j].x;", "sum += t[j].x + 1e-3f;")
+    changed = norm.replace("(x[c][k] * r) * w[c][k]", "(x[c][k] * r) * w[c][k] + 1e-3f")
     assert changed != norm
     (folder / "block_norm.cuh").write_text(changed)
     wanted = [Variant("defaults", Tuning()), Variant("other", Tuning(), read_sources(folder))]

@@ -255,7 +255,7 @@ def attention(
             "kq": rng.integers(-127, 128, (slots, nkv, hd)).astype(np.int8),
             "ks": ks,
             "vq": rng.integers(-127, 128, (slots, nkv, hd)).astype(np.int8),
-            "vs": salted(rng, (slots, nkv), 0.02),
+            "vs": np.abs(salted(rng, (slots, nkv), 0.02)),  # never negative (contract section 6)
             "pos": np.array(positions, np.int32),
             "base": np.full(M, base, np.int32),
         },
