@@ -10,7 +10,10 @@ from typing import Any
 from kestrel.cuda import compile as nvrtc
 from kestrel.errors import BackendError
 
-_INSTALL = "pip install 'kestrel-exact[cuda13]' (or [cuda12] for a driver of CUDA 12)"
+_INSTALL = (
+    "pip install 'kestrel-exact[cuda13]', in a checkout pip install -e '.[cuda13]' "
+    "(or [cuda12] for a driver of CUDA 12)"
+)
 
 
 @dataclass(frozen=True)
