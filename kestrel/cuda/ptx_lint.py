@@ -23,7 +23,7 @@ from kestrel.launch import (
 )
 
 # Kernel -> the float types whose fma its source writes. A kernel that is not listed may not be used: whoever
-# adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fma chains of
+# adds one declares it here. "f64" are the UCRT functions (contract section 11), "f32" the fmas of
 # sections 3, 7 and 9, and the last steps of quotients.
 DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_embed": frozenset(),

@@ -140,7 +140,7 @@ def _fits(shared: int, t: Tuning) -> bool:
 
 
 def _normed_row_bytes(d: int) -> int:
-    """Dynamic shared memory of a block that norms a row for streamed weights (``SplitRow``, the chain)."""
+    """Dynamic shared memory of a block that norms a row for streamed weights (``SplitRow``, its terms)."""
     return split_row_bytes(d) + 4 * norm_terms(d)
 
 

@@ -11,7 +11,7 @@ from kestrel.launch import Launch
 
 driver: Any = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from kestrel.cuda.device import launch_config  # noqa: E402
+from kestrel.cuda.device import CudaBackend, PreparedLaunch, launch_config  # noqa: E402
 
 
 class NoArgs(ctypes.Structure):
@@ -44,3 +44,48 @@ def test_attributes(cluster: int, early: bool) -> None:
 
 def test_a_launch_has_no_clusters_unless_it_says_so() -> None:
     assert Launch("k_any", (1, 1, 1), (32, 1, 1), 0, NoArgs()).cluster == 1
+
+
+class Driver:
+    """Notes how kernels are launched."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any]] = []  # kernel and configuration, None for a plain launch
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+        self.calls.append((function, config))
+        return (0,)
+
+    def cuLaunchKernel(self, function: Any, *geometry: Any) -> tuple[int]:
+        self.calls.append((function, None))
+        return (0,)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_a_launch_without_the_one_before_it_keeps_its_clusters(side: bool) -> None:
+    class Config:
+        hStream: Any = None
+
+    def prepared(name: str, early: Any, clustered: Any) -> PreparedLaunch:
+        launch = Launch(name, (8, 1, 1), (32, 1, 1), 0, NoArgs(), cluster=2 if clustered else 1)
+        return PreparedLaunch(launch, name, None, None, 0, early, clustered, None)
+
+    backend = object.__new__(CudaBackend)
+    backend.name, backend._driver, backend._handles = "cuda:0", Driver(), ("main", "side")
+    early, clustered, follows = Config(), Config(), Config()
+    both, cluster = prepared("both", early, clustered), prepared("cluster", None, clustered)
+    plain, programmatic = prepared("plain", None, None), prepared("programmatic", follows, None)
+    cases: list[tuple[bool, list[PreparedLaunch], list[Any]]] = [
+        (True, [both], [clustered]),
+        (False, [both], [early]),
+        (True, [plain, both], [None, early]),
+        (True, [both, programmatic], [clustered, follows]),
+        (True, [programmatic, cluster], [None, clustered]),
+        (False, [cluster, plain, programmatic], [clustered, None, follows]),
+    ]
+    for alone, queue, expected in cases:
+        backend._driver.calls.clear()
+        backend.launch(queue, side=side, alone=alone)
+        wanted = [(item.function, config) for item, config in zip(queue, expected, strict=True)]
+        assert backend._driver.calls == wanted
+        assert all(c.hStream == backend._handles[side] for _, c in wanted if c is not None)

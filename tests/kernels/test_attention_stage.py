@@ -63,7 +63,7 @@ def step_of(
 def compare(
     position: int,
     cache_order: str = "any",
-    blocks: int = 264,
+    blocks: int = 132,
     seed: int = 0,
     spoil: Any = None,
     spoil_values: Any = None,
@@ -240,6 +240,8 @@ def test_what_follows_a_kernel_that_starts_the_next_one_first(
         found = plan(model.step(1, 1, taps).ops, "l2exact", Tuning(), position)
         names = [launch.kernel for launch in found.main]
         assert ("k_attn_merge" in names) == (position > 0)
+        stages = [launch for launch in found.main if launch.kernel.startswith("k_attn_stage")]
+        assert {launch.grid for launch in stages} == {(Tuning().sms, 1, 1)}
         following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
         assert following
         assert not following & READS_TWO_BEFORE

@@ -294,6 +294,16 @@ def test_streams_of_a_shape() -> None:
         assert shared <= Tuning().ring_bytes + split_row_bytes(args.w[0].k)
 
 
+def test_the_head_has_rings_of_its_own(rng: np.random.Generator) -> None:
+    steps = head(rng, Q4, 75, 4864)
+
+    def shared(**given: int) -> int:
+        return steps.launches(Tuning(sms=1, **given))[0].shared
+
+    assert shared(head_ring_bytes=20_000) < shared()
+    assert shared(ring_bytes=20_000) == shared()
+
+
 @pytest.mark.parametrize("maker", [norm_matmul, matmul_add, "head"])
 def test_streams_of_any_shape(rng: np.random.Generator, maker: Any) -> None:
     """Few warps and many, rings of one piece and of all there are, pieces that do not come out even."""
@@ -302,9 +312,9 @@ def test_streams_of_any_shape(rng: np.random.Generator, maker: Any) -> None:
         expected = steps.on_cpu()
         for seed, tuning in enumerate(
             (
-                Tuning(sms=1, streams=1, ring_bytes=1),
-                Tuning(sms=2, streams=3, ring_bytes=20_000),
-                Tuning(sms=3, stage_blocks=2, streams=2, ring_bytes=9_000),
+                Tuning(sms=1, streams=1, ring_bytes=1, head_ring_bytes=1),
+                Tuning(sms=2, streams=3, ring_bytes=20_000, head_ring_bytes=20_000),
+                Tuning(sms=3, stage_blocks=2, streams=2, ring_bytes=9_000, head_ring_bytes=9_000),
                 Tuning(sms=1, streams=16, stage_warps=1),
             )
         ):
@@ -314,7 +324,8 @@ def test_streams_of_any_shape(rng: np.random.Generator, maker: Any) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_streams_without_gates(rng: np.random.Generator, seed: int) -> None:
     """As below sm_90."""
-    tuning, more = Tuning(sms=2, streams=3, ring_bytes=20_000), {"seed": seed, "gates": False}
+    tuning = Tuning(sms=2, streams=3, ring_bytes=20_000, head_ring_bytes=20_000)
+    more = {"seed": seed, "gates": False}
     for steps in (
         norm_matmul(rng, [Q4], [75], 768),
         matmul_add(rng, [Q4], [75], 768),

@@ -257,7 +257,7 @@ def test_any_grid(grid: str, seed: int, wtype: WType) -> None:
         Tuning(expert_warps=16, sms=1),
         Tuning(down_warps=3, down_rows=20, sms=1),
         Tuning(down_warps=8, down_rows=64, sms=2),
-        Tuning(down_warps=1, down_rows=32, sms=1),
+        Tuning(down_warps=1, down_rows=64, sms=1),
         Tuning(router_rows=2, stage_warps=3),
         Tuning(router_rows=3, stage_warps=2),
         Tuning(shared_limit=12_000, sms=1),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,3 +243,15 @@ def test_chunks_merge_left_to_right() -> None:
     case = make_case(nh=1, nkv=1, hd=32, positions=[1023], slots=1024)
     case["ks"][:, 0] *= np.repeat(np.array([1, 8, 0.1, 3], np.float32), 256)
     check_forms("attention", {"out": expected_of(case)}, **case)
+
+
+def test_nothing_outside_the_arrays_is_read() -> None:
+    """Also where the last positions do not fill what is taken at a time; in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.guarded_attention"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"status {done.returncode} (-11: a read outside)\n{done.stdout}{done.stderr}"
