@@ -220,10 +220,10 @@ DEVICE void start_next() {}
 // Thread block clusters (Hopper and newer): `Launch.cluster` blocks along x run at the same time and reach each other's
 // shared memory. cluster_rank is this block's number among the cluster_size blocks. All threads of all blocks call the
 // barriers, each cluster_arrive followed by its cluster_wait; what is written ahead of the former, here or in another block,
-// is seen behind the latter. cluster_load(p, rank) reads what lies in block `rank` where p lies in this one, cluster_store
-// writes there: 4, 8 or 16 bytes, aligned to their size. Ahead of its first access to another block a block must have passed
-// a barrier, for the other may not have begun; and behind its last one all must pass another, for a block may not leave
-// while others may still access its shared memory. Without clusters, as below sm_90, each block is one of its own.
+// is seen behind the latter. cluster_store(p, rank, v) writes a word of 4 bytes to where p lies, in block `rank`. Ahead of its
+// first store to another block a block must have passed a barrier, for the other may not have begun; and behind its last one
+// all must pass another, for a block may not leave while others may still write to its shared memory. Without clusters, as
+// below sm_90, each block is one of its own.
 #if __CUDA_ARCH__ >= 900
 DEVICE int cluster_rank() {
     int rank;
@@ -243,42 +243,18 @@ DEVICE unsigned cluster_address(const void *shared, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
     return there;
 }
-template <class T> DEVICE T cluster_load(const T *shared, int rank) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-    const unsigned from = cluster_address(shared, rank);
-    uint4 w;
-    if constexpr (sizeof(T) == 4)
-        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w.x) : "r"(from) : "memory");
-    else if constexpr (sizeof(T) == 8)
-        asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(from) : "memory");
-    else
-        asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                     : "r"(from)
-                     : "memory");
-    T v;
-    memcpy(&v, &w, sizeof v);
-    return v;
-}
 template <class T> DEVICE void cluster_store(T *shared, int rank, T v) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    static_assert(sizeof(T) == 4, "words of 4 bytes");
     const unsigned to = cluster_address(shared, rank);
-    uint4 w;
+    unsigned w;
     memcpy(&w, &v, sizeof v);
-    if constexpr (sizeof(T) == 4)
-        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(w.x) : "memory");
-    else if constexpr (sizeof(T) == 8)
-        asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(w.x), "r"(w.y) : "memory");
-    else
-        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                     : "memory");
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(w) : "memory");
 }
 #else
 DEVICE int cluster_rank() { return 0; }
 DEVICE int cluster_size() { return 1; }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() { __syncthreads(); }
-template <class T> DEVICE T cluster_load(const T *shared, int) { return *shared; }
 template <class T> DEVICE void cluster_store(T *shared, int, T v) { *shared = v; }
 #endif
 DEVICE void cluster_sync() {
@@ -344,14 +320,8 @@ DEVICE void cluster_sync(simt::Site site = simt::caller()) {
     simt::cluster_arrive(site);
     simt::cluster_wait(site);
 }
-template <class T> DEVICE T cluster_load(const T *shared, int rank, simt::Site site = simt::caller()) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-    T v;
-    std::memcpy(&v, simt::cluster_address(site, shared, rank, sizeof v), sizeof v);
-    return v;
-}
 template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Site site = simt::caller()) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+    static_assert(sizeof(T) == 4, "words of 4 bytes");
     std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
 }
 

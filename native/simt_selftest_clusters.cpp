@@ -2,31 +2,23 @@
 // or `n` names it.
 #include "simt_selftest.h"
 
-// Blocks of a cluster hand values on: each reads from the block that lies `round` ahead, in turns through two buffers in
-// dynamic shared memory, writes to the one behind, and adds what its __shared__ variable says of its block and what its warp
-// exchanges. `arrive_early`: work lies between the halves of the barrier.
+// Blocks of a cluster hand values on: each writes its total to the block for which it lies `round` + 1 ahead, in turns to two
+// buffers in dynamic shared memory, hands what it got to the one behind, and adds what its __shared__ variable says of its
+// block, what its warp exchanges, and the round. `arrive_early`: work lies between the halves of the barrier.
 namespace {
-
-struct Exchange {
-    float4 wide;
-    uint2 pair;
-    float number;
-    int count;
-};
 
 void exchange(const SelftestArgs &a, bool barrier, bool arrive_early) {
     __shared__ int mine[256];
     DYNAMIC_SHARED(dynamic);
     const int threads = block_size(), i = linear_thread(), rank = cluster_rank(), size = cluster_size();
-    Exchange *const all = reinterpret_cast<Exchange *>(dynamic), *const got = all + 2 * threads;
+    int *const turns = reinterpret_cast<int *>(dynamic), *const got = turns + 2 * threads;  // i32[2, threads], i32[threads]
     const int number = linear_block() * threads + i;
     int total = a.in[number];
     mine[i] = 1000 * linear_block() + i;
     cluster_sync();
     for (int round = 0; round < a.n; round++) {
-        Exchange &e = all[round % 2 * threads + i];
-        const float f = (float)total;
-        e = {{f, f + 1.0f, f + 2.0f, f + 3.0f}, {(unsigned)total, 5u}, f + 4.0f, total + 6};
+        int *const turn = turns + round % 2 * threads + i;
+        cluster_store(turn, (rank + size - (round + 1) % size) % size, total);
         int lanes = 0;
         if (arrive_early) {
             cluster_arrive();
@@ -37,18 +29,9 @@ void exchange(const SelftestArgs &a, bool barrier, bool arrive_early) {
             if (barrier) cluster_sync();
             lanes = __shfl_xor_sync(FULL_WARP, mine[i], 5);
         }
-        const int from = (rank + round + 1) % size, behind = (rank + size - 1) % size;
-        const float4 wide = cluster_load(&e.wide, from);
-        const uint2 pair = cluster_load(&e.pair, from);
-        const float one = cluster_load(&e.number, from);
-        const int count = cluster_load(&e.count, from);
-        const bool whole = wide.y == wide.x + 1.0f && wide.z == wide.x + 2.0f && wide.w == wide.x + 3.0f && pair.y == 5u &&
-                           one == wide.x + 4.0f && (int)pair.x == (int)wide.x && count == (int)pair.x + 6;
-        // What this block gives to the one behind it: its total and the number of its own thread.
-        cluster_store(&got[i].count, behind, whole ? (int)pair.x : -1000);
-        cluster_store(&got[i].wide, behind, make_float4(1.0f, 2.0f, 3.0f, (float)round));
+        cluster_store(got + i, (rank + size - 1) % size, *turn);
         if (barrier || arrive_early) cluster_sync();
-        total = got[i].count + mine[(i + 1) % threads] + lanes + (int)got[i].wide.w;
+        total = got[i] + mine[(i + 1) % threads] + lanes + round;
         __syncthreads();
     }
     a.out[number] = total;
@@ -68,24 +51,22 @@ KERNEL void t_cluster_access(const SelftestArgs a) {
     int *const values = reinterpret_cast<int *>(dynamic);
     const int other = cluster_size() - 1 - cluster_rank();
     int local = 0;
-    if (threadIdx.x == 0) tile[1] = 7 + cluster_rank();
-    if (a.n == 1) a.out[0] = cluster_load(values, other);  // it may not have begun
+    if (a.n == 1) cluster_store(values, other, 1);  // it may not have begun
     cluster_sync();
-    int v = 0;
-    if (a.n == 0) v = cluster_load(tile + 1, other);
-    if (a.n == 2) v = cluster_load(&local, other);
-    if (a.n == 3) v = cluster_load(values, cluster_size());
-    if (a.n == 4) v = cluster_load(values, -1);
-    if (a.n == 5) v = (int)cluster_load(reinterpret_cast<const uint2 *>(values + 1), other).x;
-    if (a.n == 6) v = cluster_load(values + 32, other);  // the first that the launch did not ask for
+    if (a.n == 0) cluster_store(tile + 1, other, 7 + cluster_rank());
+    if (a.n == 2) cluster_store(&local, other, 1);
+    if (a.n == 3) cluster_store(values, cluster_size(), 1);
+    if (a.n == 4) cluster_store(values, -1, 1);
+    if (a.n == 5) cluster_store(reinterpret_cast<int *>(dynamic + 2), other, 1);
+    if (a.n == 6) cluster_store(values + 32, other, 1);  // the first that the launch did not ask for
     if (a.n == 7 && cluster_rank() == 1 && threadIdx.x == 3) return;
     cluster_sync();
-    if (a.n == 8 && cluster_rank() == 0) v = cluster_load(values, other);  // it may have left
+    if (a.n == 8 && cluster_rank() == 0) cluster_store(values, other, 1);  // it may have left
     if (a.n == 9 && cluster_rank() == 0) return;
-    if (a.n == 9) v = cluster_load(values, other);
+    if (a.n == 9) cluster_store(values, other, 1);
     if (a.n == 9) cluster_sync();
-    if (a.n == 10) v = cluster_load(values, cluster_rank());  // its own
-    a.out[linear_block() * block_size() + linear_thread()] = v;
+    if (a.n == 10) cluster_store(tile + 1, cluster_rank(), 5);  // its own
+    a.out[linear_block() * block_size() + linear_thread()] = tile[1];
 }
 
 // By `n`: how the barrier of a cluster is called amiss.

@@ -166,13 +166,8 @@ class DoubleArgs(ctypes.Structure):
     _fields_ = [("out", ctypes.c_uint64)]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_launch_waits_for_the_one_before(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_double"} if early else ()))
-    backend = CudaBackend(0, sources=KernelSources({"planted.cu": DOUBLE}, kernel_sources().headers))
-    threads, shared = 128, 64 << 10  # more than a block may take without asking
-    out = backend.zeros((32, threads), np.int32)
-    launch = Launch("k_double", (32, 1, 1), (threads, 1, 1), shared, DoubleArgs(out.ptr))
+def nine_times(backend: CudaBackend, launch: Launch) -> None:
+    """Three in a row on the backend's stream, on the one beside it, and as a graph."""
     with backend.current():
         prepared = backend.prepare([launch] * 3)
         backend.launch(prepared)
@@ -182,6 +177,16 @@ def test_a_launch_waits_for_the_one_before(early: bool, monkeypatch: pytest.Monk
         graph = Graph.record(backend.stream, lambda: backend.launch(prepared))
         graph.launch()
         backend.synchronize()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_launch_waits_for_the_one_before(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_double"} if early else ()))
+    backend = CudaBackend(0, sources=KernelSources({"planted.cu": DOUBLE}, kernel_sources().headers))
+    threads, shared = 128, 64 << 10  # more than a block may take without asking
+    out = backend.zeros((32, threads), np.int32)
+    launch = Launch("k_double", (32, 1, 1), (threads, 1, 1), shared, DoubleArgs(out.ptr))
+    nine_times(backend, launch)
     expected = np.tile((2**9 - 1) * np.arange(threads), (32, 1))
     np.testing.assert_array_equal(backend.read(out), expected)
     message = r"refused kernel k_double with grid \(1, 65536, 1\)"
@@ -196,17 +201,17 @@ CLUSTER = b"""
 struct ClusterArgs { int *out; };
 KERNEL void k_cluster(const ClusterArgs a) {
     DYNAMIC_SHARED(shared);
-    float4 *const given = (float4 *)shared, *const got = given + blockDim.x;
+    float *const thread = (float *)shared;
+    int *const block = (int *)(thread + blockDim.x);
     const int i = threadIdx.x, other = cluster_size() - 1 - cluster_rank();
-    given[i] = make_float4(0.0f, 0.0f, 0.0f, (float)i);
     cluster_sync();
     wait_for_previous();
     start_next();
-    const float thread = cluster_load(&given[i], other).w;
-    cluster_store((int *)&got[i].y, other, (int)(1000u * blockIdx.x));
+    cluster_store(thread + i, other, (float)i);
+    cluster_store(block + i, other, (int)(1000u * blockIdx.x));
     cluster_arrive();
     cluster_wait();
-    a.out[blockIdx.x * blockDim.x + i] += ((int *)&got[i])[1] + (int)thread;
+    a.out[blockIdx.x * blockDim.x + i] += block[i] + (int)thread[i];
 }
 """
 
@@ -232,15 +237,7 @@ def test_blocks_of_a_cluster_exchange_values(
             backend.prepare([launch])
         backend.close()
         return
-    with backend.current():
-        prepared = backend.prepare([launch] * 3)
-        backend.launch(prepared)
-        backend.stream.synchronize()
-        backend.launch(prepared, side=True)
-        backend.side_stream.synchronize()
-        graph = Graph.record(backend.stream, lambda: backend.launch(prepared))
-        graph.launch()
-        backend.synchronize()
+    nine_times(backend, launch)
     block = np.arange(32).reshape(-1, cluster)[:, ::-1].reshape(32, 1)
     np.testing.assert_array_equal(backend.read(out), 9 * (1000 * block + np.arange(threads)))
     if cluster > 1:
