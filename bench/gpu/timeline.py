@@ -28,9 +28,8 @@ from kestrel.engine import Engine
 
 LAUNCHES, BLOCKS = 256, 300  # of the notes: launches by number, blocks noted of each
 WORDS = 6  # of a block's notes: ready, waited, ended, kernel, multiprocessor, started
-MOST_LAYERS = (
-    LAUNCHES - 2
-) // 7  # embedding, up to seven launches a layer, head: more would share their notes
+# Embedding, up to seven launches a layer, head: more would share their notes.
+MOST_LAYERS = (LAUNCHES - 2) // 7
 
 _NOTES = f"""
 extern "C" {{ __device__ unsigned long long timeline_notes[{LAUNCHES * BLOCKS * WORDS}]; }}
