@@ -115,9 +115,10 @@ template <int C> struct NormRow {
     DEVICE_MEMBER int eight(int span, int c) const { return span + c * (int)blockDim.x + thread; }
 
     // `vector`: d is a multiple of 8. Past the row it is block 0 again.
-    DEVICE_MEMBER void load_row(const float *p, int span, int blocks, bool vector) {
+    DEVICE_MEMBER void load_row(const float *p, int spread, int span, int blocks, bool vector) {
 #pragma unroll
-        for (int c = 0; c < C; c++) load_eight(p + 8 * (eight(span, c) < blocks ? eight(span, c) : 0), vector, x[c]);
+        for (int c = 0; c < C; c++)
+            load_eight(p + KESTREL_SPREAD_AT(8 * (eight(span, c) < blocks ? eight(span, c) : 0), spread), vector, x[c]);
     }
     DEVICE_MEMBER void load_weights(const float *p, int span, int blocks, bool vector) {
 #pragma unroll
@@ -135,7 +136,7 @@ template <int C> struct NormRow {
 // every thread that has a part of the row; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d)] in
 // shared memory. Every warp sums the terms for itself: that is as fast as by one warp, and saves a barrier behind it.
 template <int C>
-DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
+DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
     row.thread = (int)threadIdx.x;
     settle(row.thread);
@@ -144,7 +145,7 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
     const float *at[C];
 #pragma unroll
     for (int c = 0; c < C; c++) {
-        at[c] = x + 8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0);
+        at[c] = x + KESTREL_SPREAD_AT(8 * (last >= 0 && row.eight(last, c) < blocks ? row.eight(last, c) : 0), spread);
         settle(at[c]);
     }
     // And what the sum needs.
@@ -162,7 +163,8 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
 #pragma unroll
         for (int c = 0; c < C; c++) {
             load_eight(at[c], vector, row.x[c]);
-            at[c] = x + 8 * (row.eight(span, c) - row.span_size());  // a whole span lies ahead of the last
+            // A whole span lies ahead of the last.
+            at[c] = x + KESTREL_SPREAD_AT(8 * (row.eight(span, c) - row.span_size()), spread);
         }
 #pragma unroll
         for (int c = 0; c < C; c++) {
@@ -173,7 +175,7 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
         }
     }
     for (int i = threadIdx.x; tail > 0 && i < tail; i += blockDim.x) {
-        const float v = load_l2(x + 8 * blocks + i);
+        const float v = load_l2(x + KESTREL_SPREAD_AT(8 * blocks + i, spread));
         terms[blocks + i] = v * v;
     }
     __syncthreads();
@@ -183,15 +185,15 @@ DEVICE float norm_scale(const float *x, const float *w, int d, float eps, float 
 }
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.
-DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, const NormShared &sh) {
+DEVICE void block_rms_norm(const float *x, int spread, const float *w, int d, float eps, const NormShared &sh) {
     NormRow<2> row = {};
     const bool vector = d % 8 == 0;
-    const float r = norm_scale(x, w, d, eps, sh.terms, row, vector);
+    const float r = norm_scale(x, spread, w, d, eps, sh.terms, row, vector);
     const int blocks = d / 8;
 #pragma unroll 1
     for (int span = 0; span < blocks; span += row.span_size()) {
         if (span > 0) {
-            row.load_row(x, span, blocks, vector);
+            row.load_row(x, spread, span, blocks, vector);
             row.load_weights(w, span, blocks, vector);
         }
 #pragma unroll
@@ -201,7 +203,7 @@ DEVICE void block_rms_norm(const float *x, const float *w, int d, float eps, con
             if (row.eight(span, c) < blocks) store_eight(sh.x + 8 * row.eight(span, c), out);
         }
     }
-    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (load_l2(x + i) * r) * w[i];
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (load_l2(x + KESTREL_SPREAD_AT(i, spread)) * r) * w[i];
     __syncthreads();
 }
 
@@ -289,13 +291,13 @@ DEVICE void norm_a8_eights(const RmsNormArgs &norm, const QuantizeA8Args &a8, lo
                            const Put &put) {
     const float *const x = norm.x + m * norm.d;
     NormRow<C> row = {};
-    const float r = norm_scale(x, norm.w, norm.d, norm.eps, terms, row, true);
+    const float r = norm_scale(x, norm.spread, norm.w, norm.d, norm.eps, terms, row, true);
     const int blocks = norm.d / 8;
     int span = 0;
 #pragma unroll 1
     do {
         if (span > 0) {
-            row.load_row(x, span, blocks, true);
+            row.load_row(x, norm.spread, span, blocks, true);
             row.load_weights(norm.w, span, blocks, true);
         }
 #pragma unroll

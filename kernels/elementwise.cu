@@ -11,8 +11,9 @@ KERNEL void k_embed(const EmbedArgs a) {
     const long long row = a.ids[m];
     float *const x = a.x + (long long)m * k;  // f32[K]
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < k; i += gridDim.x * blockDim.x) {
+        const int at = KESTREL_SPREAD_AT(i, a.spread);
         if (a.w.wtype == KESTREL_BF16) {
-            x[i] = bf16_to_f32(((const unsigned short *)a.w.codes)[row * k + i]);
+            x[at] = bf16_to_f32(((const unsigned short *)a.w.codes)[row * k + i]);
             continue;
         }
         const long long g = row * groups + i / 32;
@@ -24,7 +25,7 @@ KERNEL void k_embed(const EmbedArgs a) {
             const int byte = ((const unsigned char *)a.w.codes)[g * 16 + i % 16];
             code = (i % 32 < 16 ? byte & 15 : byte >> 4) - 8;
         }
-        x[i] = scale * (float)code;
+        x[at] = scale * (float)code;
     }
 }
 
@@ -57,7 +58,7 @@ KERNEL void k_quantize_a8(const QuantizeA8Args a) {
 // Grid-stride over n.
 KERNEL void k_add(const AddArgs a) {
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (long long)gridDim.x * blockDim.x)
-        a.out[i] = a.x[i] + a.y[i];
+        a.out[KESTREL_SPREAD_AT(i, a.spread)] = a.x[KESTREL_SPREAD_AT(i, a.spread)] + a.y[i];
 }
 
 #endif

@@ -150,7 +150,7 @@ DEVICE void head(const HeadArgs &a, int block, int blocks, unsigned char *shared
     if (FORMAT == KESTREL_Q8LOCAL || a.has_a8) {
         block_norm_a8(a.norm, a.a8, 0, sh, FORMAT != KESTREL_Q8LOCAL, norm_part(a.norm.d, block, blocks));
     } else {
-        block_rms_norm(a.norm.x, a.norm.w, a.norm.d, a.norm.eps, sh);
+        block_rms_norm(a.norm.x, a.norm.spread, a.norm.w, a.norm.d, a.norm.eps, sh);
         for (int i = block * blockDim.x + threadIdx.x; i < a.norm.d; i += blocks * blockDim.x) a.norm.out[i] = sh.x[i];
     }
     BestRows best = {a.mm.y, 0.0f, -1, 0};

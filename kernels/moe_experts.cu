@@ -39,6 +39,8 @@ struct HeldInput {
     }
 };
 
+#define EXPERT_SPREAD 32  // of h: all blocks of k_moe_down read it at a time; kestrel/stages/moe.py makes room for it
+
 #define RING_HALVES 2  // one is computed while the other comes
 
 // The quads of a warp, and the ring that their halves come to: u8[4][G][16] codes, then f16[4][G] scales of each.
@@ -141,7 +143,7 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
         if (half % 2 == 0)
             silu = silu_form(sum);  // while the other half comes
         else if (lane % 8 == 0)
-            a.swiglu.h[4 * ring.quad(half) + lane / 8] = silu * sum;
+            a.swiglu.h[KESTREL_SPREAD_AT(4 * ring.quad(half) + lane / 8, EXPERT_SPREAD)] = silu * sum;
         if (++slot == size) slot = 0, round++;
     }
 }
@@ -269,7 +271,7 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
         for (int i = 0; i < DOWN_LOADS; i++) {
             const int at = base + i * (int)blockDim.x;
             x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (at < 8 * all) x[i] = load_l2(from + at);
+            if (at < 8 * all) x[i] = load_l2(from + at + at / 8 * (EXPERT_SPREAD / 4));
         }
 #pragma unroll
         for (int i = 0; i < DOWN_LOADS; i++) {
@@ -317,12 +319,13 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
         bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * asked * groups, sh.gates + t);
         bulk_copy(sh.scale + to, w.scale + from, 2 * asked * groups, sh.gates + t);
     }
-    const float *x_at = a.add.x + ((int)threadIdx.x < own ? n + (int)threadIdx.x : 0);
+    const int at = (int)threadIdx.x < own ? KESTREL_SPREAD_AT(n + (int)threadIdx.x, a.add.spread) : 0;
+    const float *x_at = a.add.x + at;
     settle(x_at);  // ahead of the wait
     start_next();
     wait_for_previous(x_at);
     const float x = load_l2(x_at), p = load_l2(a.combine.weights + ((int)threadIdx.x < T ? (int)threadIdx.x : 0));
-    down_inputs(sh, a.mm.x + (long long)first * w.k, S * groups);
+    down_inputs(sh, a.mm.x + KESTREL_SPREAD_AT(first * w.k, EXPERT_SPREAD), S * groups);
     if ((int)threadIdx.x < T) sh.p[threadIdx.x] = p;
 #pragma unroll 1
     for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);
@@ -353,7 +356,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
             }
         }
         a.combine.out[n + threadIdx.x] = acc;
-        a.add.out[n + threadIdx.x] = x + acc;
+        a.add.out[at] = x + acc;
     }
 }
 

@@ -153,12 +153,12 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     settle(part.first);
     settle(part.end);
     NormRow<1> row;
-    const float r = norm_scale(a.norm.x, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
+    const float r = norm_scale(a.norm.x, a.norm.spread, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
     int span = 0;
 #pragma unroll 1
     do {
         if (span > 0) {
-            row.load_row(a.norm.x, span, d / 8, true);
+            row.load_row(a.norm.x, a.norm.spread, span, d / 8, true);
             row.load_weights(a.norm.w, span, d / 8, true);
         }
         float out[8];
@@ -315,7 +315,8 @@ DEVICE void moe_down_any(const MoeDownArgs &a, int block, unsigned char *shared)
         float acc = 0.0f;
         for (int t = 0; t < T; t++) acc = fma_f32(sh.p[t], sh.y[t * rows + threadIdx.x], acc);  // rank order
         a.combine.out[n + threadIdx.x] = acc;
-        a.add.out[n + threadIdx.x] = load_l2(a.add.x + n + threadIdx.x) + acc;
+        const int at = KESTREL_SPREAD_AT(n + (int)threadIdx.x, a.add.spread);
+        a.add.out[at] = load_l2(a.add.x + at) + acc;
     }
 }
 

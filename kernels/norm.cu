@@ -7,7 +7,7 @@ DEVICE void rms_norm_rows(const RmsNormArgs &a, unsigned char *shared) {
     const NormShared sh = norm_shared(shared, a.d);
     for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
         float *const out = a.out + (long long)m * a.d;  // f32[d]
-        block_rms_norm(a.x + (long long)m * a.d, a.w, a.d, a.eps, sh);
+        block_rms_norm(a.x + (long long)m * a.d, a.spread, a.w, a.d, a.eps, sh);
         for (int i = threadIdx.x; i < a.d; i += blockDim.x) out[i] = sh.x[i];
         __syncthreads();
     }

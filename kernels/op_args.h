@@ -7,6 +7,11 @@
 // T experts chosen per token, G = K/32 groups, nh/nkv query/KV heads, hd head size, S KV slots.
 #pragma once
 
+// Where element i of a row lies of which all multiprocessors read everything at a time: on a GPU, in steps of one row, `spread`
+// elements that nobody uses lie behind every 32 (128 bytes), a multiple of 4. Neighbouring lines of L2 are few places' own, which
+// such readers crowd. Otherwise spread is 0.
+#define KESTREL_SPREAD_AT(i, spread) ((i) + (i) / 32 * (spread))
+
 // Weight formats, contract section 1.
 #define KESTREL_BF16 0     // codes: bf16 bits [N, K]; no scale
 #define KESTREL_Q4LOCAL 1  // codes: u8 [N, G, 16]; scale: f16 bits [N, G]
@@ -28,7 +33,7 @@ struct EmbedArgs {
     const int *ids;  // i32[M]
     float *x;        // f32[M, H]
     int M;
-    int reserved;
+    int spread;       // of x
 };
 
 // out[m] = (x[m] * r) * w, r = 1/sqrt(ss/d + eps).
@@ -38,7 +43,7 @@ struct RmsNormArgs {
     float *out;      // f32[M, d]
     int M, d;
     float eps;
-    int reserved;
+    int spread;      // of x
 };
 
 // a8: per group of 32 an int8 code row, its scale, and the sum of its codes.
@@ -116,6 +121,8 @@ struct AddArgs {
     const float *y;  // f32[n]
     float *out;      // f32[n]; may be x
     long long n;
+    int spread;      // of x and out, of one row
+    int reserved;
 };
 
 // h = silu(gate) * up.

@@ -74,15 +74,16 @@ struct AddRows {
     float *y;
     const float *x;
     float *out;
+    int spread;
     float old;
 
     DEVICE_MEMBER void open(const RowUnit &at, int row) {
-        if ((unsigned)row < (unsigned)at.rows) old = load_l2(x + at.out + row);
+        if ((unsigned)row < (unsigned)at.rows) old = load_l2(x + KESTREL_SPREAD_AT(at.out + row, spread));
     }
     DEVICE_MEMBER void close(const RowUnit &at, int row, float mine) {
         if ((unsigned)row < (unsigned)at.rows) {
             y[at.out + row] = mine;
-            out[at.out + row] = old + mine;
+            out[KESTREL_SPREAD_AT(at.out + row, spread)] = old + mine;
         }
     }
 };
@@ -97,7 +98,7 @@ DEVICE void matmul_add_any(const MatmulAddArgs &a, int block, int blocks, unsign
     units.begin(a.mm, block, blocks);
     wait_for_previous();
     start_next();
-    AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
+    AddRows out = {a.mm.y, a.add.x, a.add.out, a.add.spread, 0.0f};
     if (units.any()) out.open(units.at, units.rows.row());
     if (a.staged) {
         const int k = a.mm.w[0].k, groups = k / 32;
@@ -125,7 +126,7 @@ DEVICE void matmul_add_q4(const MatmulAddArgs &a, int block, int blocks, unsigne
     MatrixStream<2> stream(a.mm);
     SplitRow in;
     in.open(stream.begin(shared, a.stream, block, blocks), k);
-    AddRows out = {a.mm.y, a.add.x, a.add.out, 0.0f};
+    AddRows out = {a.mm.y, a.add.x, a.add.out, a.add.spread, 0.0f};
     start_next();
     wait_for_previous();
     stream.open(out);  // what is added to comes while the input row does

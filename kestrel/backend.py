@@ -46,6 +46,7 @@ class GreedyProgram(Protocol):
 
 class Backend(Protocol):
     name: str  # "cpu", "cuda:0", "simt"
+    row_spread: int  # elements to leave out behind every 32 of x in steps of one row; 0 for none
 
     def describe(self) -> dict[str, str]:
         """Facts for dump headers and reports: isa, threads, device, versions."""

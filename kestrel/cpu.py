@@ -53,6 +53,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    row_spread = 0
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
         available = _native.isa_available()

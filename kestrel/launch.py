@@ -29,6 +29,7 @@ HASH_BYTES = 32  # of a row to a thread
 STATIC_SHARED = 1024  # bytes left for what kernels declare themselves
 TILE_COLUMNS = 32  # weight rows of a warp's tile
 TILE_WARPS = 4
+ROW_SPREAD = 32  # elements left out behind every 32 of a row that all multiprocessors read at a time
 # Forms of the stages around one matrix: the format of the weights, u loads of a thread in flight for each of
 # the r rows of a warp. q4, q8: streams of rows of whole steps of 256 elements (Q4Stream).
 NORM_MATMUL_FORMS = ("q4", "any_u2r4", "any_u4r2")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kestrel.backend import Backend, Buffer, GreedyProgram, Program
 from kestrel.config import ModelConfig
 from kestrel.kvcache import KVCache
-from kestrel.ops import OPS, Op, Weight, WType
+from kestrel.ops import OPS, Op, Weight, WType, spread_width
 from kestrel.rope import attention_factor, inv_freq
 from kestrel.weights import QuantTensor, Weights
 
@@ -221,12 +221,14 @@ class _StepBuilder:
         self.ops: list[Op] = []
         self.taps: list[Tap] = []
         self._a8_turn = 0
+        # What a dump reads lies in a row: then each layer has x for itself, too.
+        self._spread = model.backend.row_spread if rows == 1 and taps == "off" else 0
 
     def build(self) -> None:
         c = self.config
-        x = self._f32("x", c.hidden_size)
+        x = self._x()
         ids = self.model.buffer("ids", 1, np.int32)
-        self._emit("embed", "embed", w=self.model._matrix("embed").struct, ids=ids, x=x, M=self.M)
+        self._emit("embed", "embed", w=self.model._matrix("embed").struct, ids=ids, x=x, M=self.M, spread=self._spread)
         for layer in range(c.num_layers):
             x = self._attention(layer, x)
             x = self._ffn(layer, x)
@@ -320,7 +322,7 @@ class _StepBuilder:
         self._tap("attn", layer, attn, c.q_size)
         out = self._f32("out", c.hidden_size)
         self._matmul(f"l{layer}.o", [name + "o"], attn, out)
-        x = self._add(f"l{layer}.attn_residual", x, out, self._kept("ores", layer, c.hidden_size, usual="x"))
+        x = self._add(f"l{layer}.attn_residual", x, out, self._x("ores", layer))
         self._tap("ores", layer, x, c.hidden_size)
         return x
 
@@ -340,7 +342,7 @@ class _StepBuilder:
             self._emit("swiglu", f"l{layer}.swiglu", gu=gu, h=h, R=self.M, F=c.intermediate_size)
             self._matmul(f"l{layer}.down", [name + "down"], h, out)
         self._tap("ffn", layer, out, c.hidden_size, extended=True)
-        x = self._add(f"l{layer}.ffn_residual", x, out, self._kept("x", layer, c.hidden_size))
+        x = self._add(f"l{layer}.ffn_residual", x, out, self._x("x", layer))
         self._tap("x", layer, x, c.hidden_size)
         return x
 
@@ -386,6 +388,7 @@ class _StepBuilder:
             "rms_norm",
             "norm",
             x=(x, 4 * c.hidden_size * last),
+            spread=self._spread,
             w=m._vector("norm"),
             out=fnorm,
             M=self.L,
@@ -406,6 +409,13 @@ class _StepBuilder:
         )
 
     # -- single ops ----------------------------------------------------------------------------------------
+
+    def _x(self, tap: str = "x", layer: int = 0) -> Buffer:
+        """The residual stream, behind what ``tap`` names."""
+        width = self.config.hidden_size
+        if self._spread:
+            return self.model.buffer("x_spread", spread_width(width, self._spread), np.float32, 1)
+        return self._kept(tap, layer, width, usual="x")
 
     def _f32(self, name: str, width: int) -> Buffer:
         return self.model.buffer(name, width, np.float32)
@@ -438,7 +448,8 @@ class _StepBuilder:
 
     def _norm(self, label: str, x: Buffer, weight: Buffer, out: Buffer) -> None:
         c = self.config
-        self._emit("rms_norm", label, x=x, w=weight, out=out, M=self.M, d=c.hidden_size, eps=c.rms_norm_eps)
+        shape = {"M": self.M, "d": c.hidden_size, "eps": c.rms_norm_eps, "spread": self._spread}
+        self._emit("rms_norm", label, x=x, w=weight, out=out, **shape)
 
     def _a8(self, label: str, x: Buffer, k: int, rows: int) -> Mapping[str, Any]:
         """The a8 form of ``x``.
@@ -498,7 +509,8 @@ class _StepBuilder:
         )
 
     def _add(self, label: str, x: Buffer, y: Buffer, out: Buffer) -> Buffer:
-        self._emit("add", label, x=x, y=y, out=out, n=self.M * self.config.hidden_size)
+        n = self.M * self.config.hidden_size
+        self._emit("add", label, x=x, y=y, out=out, n=n, spread=self._spread)
         return out
 
     def _tap(

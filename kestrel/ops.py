@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+SPREAD_LINE = 32  # elements of a row that lie side by side where it is spread: KESTREL_SPREAD_AT
+
+
+def spread_width(width: int, spread: int) -> int:
+    """Elements that a spread row of ``width`` takes."""
+    return width + -(-width // SPREAD_LINE) * spread
+
+
 Pointer = ctypes.c_uint64
 Int = ctypes.c_int32
 Float = ctypes.c_float
@@ -55,9 +63,9 @@ def _ints(*names: str) -> list[tuple[str, Any]]:
     return [(name, Int) for name in names]
 
 
-EmbedArgs = _struct("EmbedArgs", ("w", Weight), *_pointers("ids", "x"), *_ints("M", "reserved"))
+EmbedArgs = _struct("EmbedArgs", ("w", Weight), *_pointers("ids", "x"), *_ints("M", "spread"))
 RmsNormArgs = _struct(
-    "RmsNormArgs", *_pointers("x", "w", "out"), *_ints("M", "d"), ("eps", Float), *_ints("reserved")
+    "RmsNormArgs", *_pointers("x", "w", "out"), *_ints("M", "d"), ("eps", Float), *_ints("spread")
 )
 QuantizeA8Args = _struct("QuantizeA8Args", *_pointers("x", "q", "d", "gsum"), *_ints("M", "K"))
 MatmulArgs = _struct(
@@ -91,7 +99,9 @@ AttentionArgs = _struct(
     *_ints("M", "nh", "nkv", "hd", "ld"),
     ("qscale", Float),
 )
-AddArgs = _struct("AddArgs", *_pointers("x", "y", "out"), ("n", ctypes.c_int64))
+AddArgs = _struct(
+    "AddArgs", *_pointers("x", "y", "out"), ("n", ctypes.c_int64), *_ints("spread", "reserved")
+)
 SwigluArgs = _struct("SwigluArgs", *_pointers("gu", "h"), *_ints("R", "F"))
 RouterTopkArgs = _struct(
     "RouterTopkArgs",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kestrel import _simt
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend, CpuBuffer
-from kestrel.launch import Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, plan
+from kestrel.launch import ROW_SPREAD, Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, plan
 from kestrel.ops import Op
 
 ALIGNMENT = 256  # of every buffer, as on a GPU
@@ -64,6 +64,7 @@ class SimtBackend(CpuBackend):
     """Runs the device kernels on CPU memory; ``seed`` shuffles the order of blocks and threads (0: none)."""
 
     name = "simt"
+    row_spread = ROW_SPREAD
 
     def __init__(self, mode: Mode = "l2exact", tuning: Tuning | None = None, seed: int = 0) -> None:
         self.mode = mode

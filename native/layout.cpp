@@ -15,12 +15,12 @@ std::vector<StructLayout> struct_layouts() {
     }
     {
         using Struct = EmbedArgs;
-        layouts.push_back({"embed", sizeof(Struct), {MEMBER(w), MEMBER(ids), MEMBER(x), MEMBER(M), MEMBER(reserved)}});
+        layouts.push_back({"embed", sizeof(Struct), {MEMBER(w), MEMBER(ids), MEMBER(x), MEMBER(M), MEMBER(spread)}});
     }
     {
         using Struct = RmsNormArgs;
         layouts.push_back({"rms_norm", sizeof(Struct),
-            {MEMBER(x), MEMBER(w), MEMBER(out), MEMBER(M), MEMBER(d), MEMBER(eps), MEMBER(reserved)}});
+            {MEMBER(x), MEMBER(w), MEMBER(out), MEMBER(M), MEMBER(d), MEMBER(eps), MEMBER(spread)}});
     }
     {
         using Struct = QuantizeA8Args;
@@ -58,7 +58,8 @@ std::vector<StructLayout> struct_layouts() {
     }
     {
         using Struct = AddArgs;
-        layouts.push_back({"add", sizeof(Struct), {MEMBER(x), MEMBER(y), MEMBER(out), MEMBER(n)}});
+        layouts.push_back({"add", sizeof(Struct),
+            {MEMBER(x), MEMBER(y), MEMBER(out), MEMBER(n), MEMBER(spread), MEMBER(reserved)}});
     }
     {
         using Struct = SwigluArgs;

@@ -23,6 +23,7 @@ from kestrel.cuda.sources import KernelSources, kernel_sources
 from kestrel.errors import BackendError
 from kestrel.launch import (
     PROGRAMMATIC,
+    ROW_SPREAD,
     Launch,
     Plan,
     Tuning,
@@ -387,6 +388,8 @@ class CudaBackend:
             self._memory.release()
 
     # -- running ---------------------------------------------------------------------------------------------
+
+    row_spread = ROW_SPREAD
 
     def compile(self, ops: Sequence[Op]) -> CudaProgram:
         with self.current():

@@ -45,7 +45,7 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
 
 
 def _gate_up(
-    moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True
+    moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True, h: Any = None
 ) -> Launch | None:
     """The two matrices, SwiGLU, and a8 where it is wanted; with ``topk`` the choice of experts first."""
     experts, width, k = topk is not None, swiglu.F, moe.w[0].k
@@ -55,7 +55,7 @@ def _gate_up(
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
-    if experts and not with_a8 and (launch := _expert_gate_up(moe, swiglu, a8, topk, t)):
+    if experts and not with_a8 and (launch := _expert_gate_up(moe, h, a8, topk, t)):
         return launch
     units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
@@ -166,9 +166,14 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     last = _down(ops[7:], topk, swiglu.h, t)
     with_a8 = last is None or last.kernel != "k_moe_down"
+    h = swiglu
+    if last is not None and not with_a8:  # h goes from one to the other spread, in the place of gate and up
+        h = type(swiglu).from_buffer_copy(swiglu)
+        args: Any = last.args
+        h.h = args.mm.x = swiglu.gu
     launches = [
         _norm_router([ops[0], ops[1], ops[3]], t),
-        _gate_up(up, swiglu, h_a8, t, topk, with_a8),
+        _gate_up(up, swiglu, h_a8, t, topk, with_a8, h),
         last,
     ]
     found = [launch for launch in launches if launch is not None]

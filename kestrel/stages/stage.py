@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.launch import Launch
-from kestrel.ops import Op
+from kestrel.ops import Op, spread_width
 
 Range = tuple[int, int]  # first byte, byte after the last
 
@@ -36,7 +36,7 @@ def outputs(op: Op) -> list[Range]:
     a: Any = op.args
     match op.name:
         case "embed":
-            found = [(a.x, 4 * a.M * a.w.k)]
+            found = [(a.x, 4 * a.M * spread_width(a.w.k, a.spread))]
         case "rms_norm":
             found = [(a.out, 4 * a.M * a.d)]
         case "quantize_a8":
@@ -50,7 +50,7 @@ def outputs(op: Op) -> list[Range]:
         case "attention":
             found = [(a.out, 4 * a.M * a.nh * a.hd)]
         case "add":
-            found = [(a.out, 4 * a.n)]
+            found = [(a.out, 4 * spread_width(a.n, a.spread))]
         case "swiglu":
             found = [(a.h, 4 * a.R * a.F)]
         case "router_topk":
