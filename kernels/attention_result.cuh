@@ -13,6 +13,17 @@ DEVICE float4 merge_factors_of(float before, float right, float sum) {
     return make_float4(moved ? e : one, moved ? one : e, sum, 0.0f);
 }
 
+// The maximum of what is merged ahead of a lane's chunk, by a warp, lanes being neighbouring chunks. right: the chunk's, -inf
+// where there is none; m: the maximum of all chunks before, and then of these, too.
+DEVICE float merged_before(float right, float &m) {
+    float merged = right;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
+    const float left = __shfl_up_sync(FULL_WARP, merged, 1), before = lane_id() == 0 ? m : fmaxf(m, left);
+    m = fmaxf(m, __shfl_sync(FULL_WARP, merged, 31));
+    return before;
+}
+
 // Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
 DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float value, float sum) {
     const int hd = st.attn.hd, element = h * hd + first + lane_id();

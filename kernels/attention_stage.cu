@@ -2,7 +2,6 @@
 // heads of one KV head (a head group), from the raw Q, K and V rows on. The last block of a head group to be done merges its
 // chunks left to right and quantises the result: nobody waits for another block, and no launch has to end before the next one
 // merges. Where chunks are many, few blocks would have much to read: then attention_merge.cu merges in a launch of its own.
-#include "attention_result.cuh"
 #include "attention_states.cuh"
 #include "warp_rows.cuh"
 
@@ -39,22 +38,8 @@ DEVICE void take_item(Unit &u, const Cut &cut, int item) {
     const int first = (group - u.kv * cut.parts) * cut.HS;  // query head of the KV head
     u.h0 = u.kv * cut.per_kv + first;
     u.heads = cut.per_kv - first < cut.HS ? cut.per_kv - first : cut.HS;
-    u.first_of_kv = first == 0;
-}
-
-// The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
-DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
-    const int hd = st.attn.hd, parts = (hd + 31) / 32;
-    int j = 0, part = warp_id();
-#pragma unroll 1
-    while (true) {
-#pragma unroll 1
-        for (; part >= parts; part -= parts) j++;
-        if (j >= u.heads) break;
-        const float *const state = states + j * (hd + 4);
-        store_result(st, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
-        part += UNIT_WARPS;
-    }
+    u.stores_q = u.slot == 0;
+    u.stores_kv = first == 0;
 }
 
 #define MERGE_GROUP 8
@@ -97,11 +82,7 @@ DEVICE void merge_factors(float2 end, const float *end_at, long long stride, int
         const float right = real ? end.x : MINUS_INFINITY, sum = end.y;
         end_at += 32 * stride;
         if (c + 32 < count) end = load_l2((const float2 *)end_at);
-        float merged = right;
-#pragma unroll
-        for (int step = 1; step < 32; step <<= 1) merged = fmaxf(merged, __shfl_up_sync(FULL_WARP, merged, step));
-        const float left = __shfl_up_sync(FULL_WARP, merged, 1), before = lane == 0 ? m : fmaxf(m, left);
-        m = fmaxf(m, __shfl_sync(FULL_WARP, merged, 31));
+        const float before = merged_before(right, m);
         if (real) factors[c] = merge_factors_of(before, right, sum);
     }
 }
@@ -192,78 +173,17 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
     u.chunks = pos / CHUNK + 1;
     u.base = load_l2(a.base);
     const Cut cut = cut_of(a, u.chunks, blocks);
-    const int HS = cut.HS;
     u.slots = cut.slots;
-    const RowWeights<W / 4> first_weights = unit_row_weights<W / 4>(st, HS, warp_id());
-    const float inverse_hd = 1.0f / (float)hd;
-    bool waited = false;
+    UnitStart<W / 4> start;
+    start.begin(st, pos, cut.HS, hd);
     int item = block;
 #pragma unroll 1
     for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
         take_item(u, cut, item);
-        UnitScales scales = unit_scales(a, u, u.slot);
-        unit_fetch<false>(a, sh, hd, u, u.slot);
-        unit_fetch<true>(a, sh, hd, u, u.slot);
-#pragma unroll 1
-        for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
-            const int next = chunk + u.slots;
-            const int t_new = pos - chunk * CHUNK;  // past the chunk unless it is the last
-            const int count = t_new < CHUNK ? t_new + 1 : CHUNK;
-            float *states = u.chunks == 1 ? sh.s : partial_state(a, chunk, 0, u.h0);  // alone, in the place of its scores
-            settle(states);  // ahead of the wait
-            if (chunk == u.slot) {
-                const bool has_new =
-                    u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
-                const int rows = has_new ? HS + 2 : HS;
-                RowSource source = unit_row_source<W / 4>(st, u, HS, warp_id(), rows);
-                settle(source.at);  // ahead of the wait for what lies there
-                settle(source.has);
-                if (!waited) {
-                    unit_angles(st.rope, pos, sh.angle);
-                    __syncthreads();
-                    start_next();
-                    wait_for_previous();
-                    waited = true;
-                }
-                RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
-#pragma unroll 1
-                for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
-                    RowWeights<W / 4> weights = first_weights;
-                    if (row >= UNIT_WARPS) {
-                        weights = unit_row_weights<W / 4>(st, HS, row);
-                        x = unit_row_load<W / 4>(unit_row_source<W / 4>(st, u, HS, row, rows), a.hd);
-                    }
-                    unit_row(st, sh, u, HS, row, x, weights, inverse_hd, t_new, u.slot == 0, has_new && u.first_of_kv);
-                }
-            } else if (t_new < CHUNK) {
-                unit_place_row(sh, hd, t_new);
-            }
-            if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
-            if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
-            copy_wait_closed();  // K
-            __syncthreads();
-            float score = 0.0f;
-            if (HS == 1)
-                score = unit_score_one(sh, hd, count);
-            else
-                unit_scores<W>(sh, hd, count);
-            __syncthreads();
-            scales = unit_scales(a, u, next);
-            unit_fetch<false>(a, sh, hd, u, next);  // K has done its work, and V has when the states are made
-            if (HS == UNIT_HEADS)
-                unit_soften_all(sh);
-            else if (HS == 4)
-                unit_soften_some<4>(sh);
-            else if (HS == 2)
-                unit_soften_some<2>(sh);
-            else
-                unit_soften_one(sh, score);
-            copy_wait_closed();  // V
-            __syncthreads();
-            unit_states<W>(sh, u, HS, hd, states);
-            __syncthreads();
-            unit_fetch<true>(a, sh, hd, u, next);
-        }
+        const auto states_of = [&](int chunk) {
+            return u.chunks == 1 ? sh.s : partial_state(a, chunk, 0, u.h0);  // alone, in the place of its scores
+        };
+        unit_chunks<W>(st, sh, u, hd, start, states_of, [](int) {});
         if (u.chunks == 1) {
             store_unit(st, u, sh.s);
             if (item + blocks < cut.groups) __syncthreads();  // the next unit's squares take the place of these states

@@ -3,6 +3,7 @@
 // each takes as many stripes of positions as there are heads.
 #pragma once
 
+#include "attention_result.cuh"
 #include "attention_unit.cuh"
 
 // This lane's share of a row of hd int8 in shared memory: every fourth 16-byte unit, or where rows are not made of 64
@@ -158,4 +159,107 @@ template <int W> DEVICE void unit_states(const UnitShared &sh, const Unit &u, in
     }
     if (lane_id() == 0 && own.first == 0 && own.head < u.heads)
         *(float2 *)(states + own.head * pitch + hd) = make_float2(sh.max[own.head], sum);
+}
+
+// What a block has at hand for its units from the stage's beginning.
+template <int N> struct UnitStart {
+    int pos;              // of the row
+    int HS;               // query heads of a unit
+    RowWeights<N> weights;  // of this warp's first row
+    float inverse_hd;
+    bool waited;          // for the kernel before
+
+    DEVICE_MEMBER void begin(const AttentionStageArgs &st, int position, int heads, int hd) {
+        pos = position, HS = heads, waited = false;
+        weights = unit_row_weights<N>(st, HS, warp_id());
+        inverse_hd = 1.0f / (float)hd;
+    }
+};
+
+// The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call lets the next kernel
+// begin, and waits for the one before, when all that does not need it is under way. made(chunk) is called when a chunk's states
+// are there, behind a barrier.
+template <int W, class States, class Made>
+DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart<W / 4> &start,
+                        const States &states_of, const Made &made) {
+    const AttentionArgs &a = st.attn;
+    const int HS = start.HS, pos = start.pos;
+    UnitScales scales = unit_scales(a, u, u.slot);
+    unit_fetch<false>(a, sh, hd, u, u.slot);
+    unit_fetch<true>(a, sh, hd, u, u.slot);
+#pragma unroll 1
+    for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
+        const int next = chunk + u.slots;
+        const int t_new = pos - chunk * CHUNK;  // past the chunk unless it is the last
+        const int count = t_new < CHUNK ? t_new + 1 : CHUNK;
+        float *states = states_of(chunk);
+        settle(states);  // ahead of the wait
+        if (chunk == u.slot) {
+            const bool has_new = u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
+            const int rows = has_new ? HS + 2 : HS;
+            RowSource source = unit_row_source<W / 4>(st, u, HS, warp_id(), rows);
+            settle(source.at);  // ahead of the wait for what lies there
+            settle(source.has);
+            if (!start.waited) {
+                unit_angles(st.rope, pos, sh.angle);
+                __syncthreads();
+                start_next();
+                wait_for_previous();
+                start.waited = true;
+            }
+            RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
+#pragma unroll 1
+            for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
+                RowWeights<W / 4> weights = start.weights;
+                if (row >= UNIT_WARPS) {
+                    weights = unit_row_weights<W / 4>(st, HS, row);
+                    x = unit_row_load<W / 4>(unit_row_source<W / 4>(st, u, HS, row, rows), a.hd);
+                }
+                unit_row(st, sh, u, HS, row, x, weights, start.inverse_hd, t_new, u.stores_q, has_new && u.stores_kv);
+            }
+        } else if (t_new < CHUNK) {
+            unit_place_row(sh, hd, t_new);
+        }
+        if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
+        if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
+        copy_wait_closed();  // K
+        __syncthreads();
+        float score = 0.0f;
+        if (HS == 1)
+            score = unit_score_one(sh, hd, count);
+        else
+            unit_scores<W>(sh, hd, count);
+        __syncthreads();
+        scales = unit_scales(a, u, next);
+        unit_fetch<false>(a, sh, hd, u, next);  // K has done its work, and V has when the states are made
+        if (HS == UNIT_HEADS)
+            unit_soften_all(sh);
+        else if (HS == 4)
+            unit_soften_some<4>(sh);
+        else if (HS == 2)
+            unit_soften_some<2>(sh);
+        else
+            unit_soften_one(sh, score);
+        copy_wait_closed();  // V
+        __syncthreads();
+        unit_states<W>(sh, u, HS, hd, states);
+        __syncthreads();
+        unit_fetch<true>(a, sh, hd, u, next);
+        made(chunk);
+    }
+}
+
+// The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
+DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
+    const int hd = st.attn.hd, parts = (hd + 31) / 32;
+    int j = 0, part = warp_id();
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+        for (; part >= parts; part -= parts) j++;
+        if (j >= u.heads) break;
+        const float *const state = states + j * (hd + 4);
+        store_result(st, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
+        part += UNIT_WARPS;
+    }
 }

@@ -61,7 +61,8 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
 // What a unit works on.
 struct Unit {
     int kv, h0, heads;   // KV head, first query head, query heads (at most HS)
-    bool first_of_kv;    // h0 is the first head of its KV head
+    bool stores_q;       // stores the taps of its queries,
+    bool stores_kv;      // and the new K and V row, and theirs: one unit of a KV head
     int slot, slots;     // takes chunks slot, slot + slots, ...
     int pos, chunks;     // position of the row, chunks up to it
     long long base;      // cache slot of position 0

@@ -220,7 +220,7 @@ DEVICE void start_next() {}
 // Thread block clusters (Hopper and newer): `Launch.cluster` blocks along x run at the same time and reach each other's
 // shared memory. cluster_rank is this block's number among the cluster_size blocks. All threads of all blocks call the
 // barriers, each cluster_arrive followed by its cluster_wait; what is written ahead of the former, here or in another block,
-// is seen behind the latter. cluster_store(p, rank, v) writes a word of 4 bytes to where p lies, in block `rank`. Ahead of its
+// is seen behind the latter. cluster_store(p, rank, v) writes a word of 4 bytes, or four, to where p lies, in block `rank`. Ahead of its
 // first store to another block a block must have passed a barrier, for the other may not have begun; and behind its last one
 // all must pass another, for a block may not leave while others may still write to its shared memory. Without clusters, as
 // below sm_90, each block is one of its own.
@@ -249,6 +249,11 @@ template <class T> DEVICE void cluster_store(T *shared, int rank, T v) {
     unsigned w;
     memcpy(&w, &v, sizeof v);
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(w) : "memory");
+}
+DEVICE void cluster_store(float4 *shared, int rank, float4 v) {
+    const unsigned to = cluster_address(shared, rank);
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
 }
 #else
 DEVICE int cluster_rank() { return 0; }
@@ -321,7 +326,7 @@ DEVICE void cluster_sync(simt::Site site = simt::caller()) {
     simt::cluster_wait(site);
 }
 template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Site site = simt::caller()) {
-    static_assert(sizeof(T) == 4, "words of 4 bytes");
+    static_assert(sizeof(T) == 4 || sizeof(T) == 16, "words of 4 bytes, one or four");
     std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
 }
 

@@ -72,6 +72,13 @@ struct AttentionStageArgs {
     int reserved;
 };
 
+// The same by clusters.
+struct AttentionClusterArgs {
+    AttentionStageArgs stage;
+    int heads;   // query heads of a cluster, at most: 1, 2, 4 or 8
+    int behind;  // bytes of UnitShared
+};
+
 // rms_norm, quantize_a8, matmul by the bf16 router.
 struct NormRouterArgs {
     RmsNormArgs norm;

@@ -44,6 +44,8 @@ MATRIX_STAGES = (
 GATE_UP_STAGES = ("k_norm_gate_up", "k_gate_up_any")
 # Attention: heads of up to 128 elements, of exactly so many, and of up to 256.
 ATTENTION_STAGES = ("k_attn_stage", "k_attn_stage_128", "k_attn_stage_wide")
+# By clusters: heads of up to 128 elements, and of exactly so many.
+ATTENTION_CLUSTERS = ("k_attn_cluster", "k_attn_cluster_128")
 # Of experts: q4local, or any weights.
 EXPERT_STAGES = ("k_moe_gate_up", "k_moe_gate_up_any", "k_moe_down", "k_moe_down_any")
 
@@ -70,6 +72,8 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: one on every multiprocessor
+    attention_cluster: int = 8  # blocks that make few chunks of a few heads together, at most; 1: by the stage above
+    cluster_heads: int = 4  # query heads of such a cluster, at most: 1, 2, 4, 8
     merge_chunks: int = 12  # of 256 positions; where there are more, they are merged in a launch of their own
     merge_threads: int = 128  # of such a launch
     router_threads: int = 128
@@ -106,6 +110,7 @@ PROGRAMMATIC = frozenset(
         "k_norm_a8",
         *(name for name in MATRIX_STAGES if not name.startswith("k_head")),  # they want L1, not shared memory
         *ATTENTION_STAGES,
+        *ATTENTION_CLUSTERS,
         "k_attn_merge",
         "k_norm_router",
         *GATE_UP_STAGES,
@@ -127,6 +132,7 @@ STARTS_NEXT_FIRST = frozenset(
         *(name for name in MATRIX_STAGES if name.startswith("k_norm_")),
         "k_matmul_add_q4",
         *ATTENTION_STAGES,
+        *ATTENTION_CLUSTERS,
         "k_attn_merge",
         "k_norm_router",
         "k_norm_gate_up",
@@ -136,7 +142,7 @@ STARTS_NEXT_FIRST = frozenset(
 # The ones that read ahead of their wait what the kernel two before them wrote: the router's logits.
 READS_TWO_BEFORE = frozenset({"k_moe_down", "k_moe_down_any"})
 # And what was written before the step, whose first launch waits for everything: the position and the cache.
-READS_BEFORE_STEP = frozenset({*ATTENTION_STAGES, "k_attn_merge"})
+READS_BEFORE_STEP = frozenset({*ATTENTION_STAGES, *ATTENTION_CLUSTERS, "k_attn_merge"})
 
 
 @dataclass(frozen=True)
@@ -436,7 +442,7 @@ _FAST_ATTENTION = {
     "k_qk_norm_cpu": "k_qk_norm_fast",
     "k_rope": "k_rope_fast",
     "k_attn_decode_online": "k_attn_fast",
-    **{name: f"{name}_fast" for name in (*ATTENTION_STAGES, "k_attn_merge")},
+    **{name: f"{name}_fast" for name in (*ATTENTION_STAGES, *ATTENTION_CLUSTERS, "k_attn_merge")},
 }
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kestrel import _simt
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend, CpuBuffer
-from kestrel.launch import ROW_SPREAD, Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, plan
+from kestrel.launch import ROW_SPREAD, Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, many_chunks, plan
 from kestrel.ops import Op
 
 ALIGNMENT = 256  # of every buffer, as on a GPU
@@ -47,17 +47,29 @@ def run_launch(launch: Launch, seed: int = 0, *, gates: bool = True) -> None:
 class SimtProgram:
     """Ops as launches; a full run may hash neighbouring taps together, a partial one goes op by op."""
 
-    def __init__(self, ops: Sequence[Op], mode: Mode, tuning: Tuning, seed: int) -> None:
-        self._plan = plan(ops, mode, tuning).in_line(late=seed % 2 == 1)
-        self._by_op = [launches(op, mode, tuning) for op in ops]
-        self._seed = seed
+    def __init__(self, backend: SimtBackend, ops: Sequence[Op]) -> None:
+        self._backend = backend
+        self._ops = list(ops)
+        self._plans: dict[bool, list[Launch]] = {}  # for few and for many positions before
+
+    def _whole(self) -> list[Launch]:
+        backend = self._backend
+        many = many_chunks(backend.position, backend.tuning)
+        if many not in self._plans:
+            planned = plan(self._ops, backend.mode, backend.tuning, backend.position)
+            self._plans[many] = planned.in_line(late=backend.seed % 2 == 1)
+        return self._plans[many]
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
-        end = len(self._by_op) if end is None else end
-        whole = begin == 0 and end == len(self._by_op)
-        todo = self._plan if whole else [launch for op in self._by_op[begin:end] for launch in op]
+        backend = self._backend
+        end = len(self._ops) if end is None else end
+        if begin == 0 and end == len(self._ops):
+            todo = self._whole()
+        else:
+            parts = (launches(op, backend.mode, backend.tuning) for op in self._ops[begin:end])
+            todo = [launch for part in parts for launch in part]
         for launch in todo:
-            run_launch(launch, self._seed)
+            run_launch(launch, backend.seed)
 
 
 class SimtBackend(CpuBackend):
@@ -65,12 +77,16 @@ class SimtBackend(CpuBackend):
 
     name = "simt"
     row_spread = ROW_SPREAD
+    position = 0  # of at_position
 
     def __init__(self, mode: Mode = "l2exact", tuning: Tuning | None = None, seed: int = 0) -> None:
         self.mode = mode
         # A read past what a kernel needs is an error here, which more memory than that would hide.
         self.tuning = replace(tuning or Tuning(), apart=0)
         self.seed = seed
+
+    def at_position(self, position: int) -> None:
+        self.position = position
 
     def check_model(self, config: ModelConfig) -> None:
         check_head_dim(config.head_dim)
@@ -97,4 +113,4 @@ class SimtBackend(CpuBackend):
         return attention_work_bytes(rows, heads, head_dim, context)
 
     def compile(self, ops: Sequence[Op]) -> SimtProgram:  # type: ignore[override]
-        return SimtProgram(ops, self.mode, self.tuning, self.seed)
+        return SimtProgram(self, ops)

@@ -3,6 +3,7 @@
 
 #define KESTREL_FAST 1
 #include "../kernels/attention.cu"
+#include "../kernels/attention_cluster.cu"
 #include "../kernels/attention_merge.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
@@ -23,6 +24,8 @@ const std::vector<Kernel> &fast_kernels() {
         SIMT_KERNEL(k_rope_fast, RopeArgs),
         SIMT_KERNEL(k_swiglu_fast, SwigluArgs),
         SIMT_KERNEL(k_attn_fast, AttentionArgs),
+        SIMT_KERNEL(k_attn_cluster_fast, AttentionClusterArgs),
+        SIMT_KERNEL(k_attn_cluster_128_fast, AttentionClusterArgs),
         SIMT_KERNEL(k_attn_stage_fast, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_128_fast, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide_fast, AttentionStageArgs),

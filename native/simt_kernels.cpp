@@ -3,6 +3,7 @@
 
 #define KESTREL_FAST 0
 #include "../kernels/attention.cu"
+#include "../kernels/attention_cluster.cu"
 #include "../kernels/attention_merge.cu"
 #include "../kernels/attention_stage.cu"
 #include "../kernels/elementwise.cu"
@@ -62,6 +63,8 @@ const std::vector<Kernel> &exact_kernels() {
         SIMT_KERNEL(k_moe_gate_up, GateUpArgs),
         SIMT_KERNEL(k_moe_down, MoeDownArgs),
         SIMT_KERNEL(k_moe_down_any, MoeDownArgs),
+        SIMT_KERNEL(k_attn_cluster, AttentionClusterArgs),
+        SIMT_KERNEL(k_attn_cluster_128, AttentionClusterArgs),
         SIMT_KERNEL(k_attn_stage, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_128, AttentionStageArgs),
         SIMT_KERNEL(k_attn_stage_wide, AttentionStageArgs),

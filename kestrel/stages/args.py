@@ -83,6 +83,12 @@ AttentionStageArgs = _struct(
     ("merges", ctypes.c_int32),
     ("reserved", ctypes.c_int32),
 )
+AttentionClusterArgs = _struct(
+    "AttentionClusterArgs",
+    ("stage", AttentionStageArgs),
+    ("heads", ctypes.c_int32),
+    ("behind", ctypes.c_int32),
+)
 NormRouterArgs = _struct(
     "NormRouterArgs",
     ("norm", RmsNormArgs),

@@ -1,4 +1,6 @@
-"""The attention stage: ``kernels/attention_stage.cu``, and ``kernels/attention_merge.cu`` for many chunks."""
+"""The attention stage: ``kernels/attention_cluster.cu`` for few chunks where the GPU has clusters, else
+``kernels/attention_stage.cu``; and ``kernels/attention_merge.cu`` for many chunks.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ from kestrel.launch import (
     many_chunks,
 )
 from kestrel.ops import Op
-from kestrel.stages.args import AttentionStageArgs
+from kestrel.stages.args import AttentionClusterArgs, AttentionStageArgs
 from kestrel.stages.stage import Stage, ceil, names, written
+
+SHARE_PITCH = 36  # floats, as in kernels/attention_cluster.cu
+CLUSTER_CHUNKS = 32  # at most: a lane to each
 
 
 def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
@@ -61,7 +66,10 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     any_size, common_size, wide = ATTENTION_STAGES
     kernel = common_size if attn.hd == 128 else any_size if attn.hd < 128 else wide
     found = [Launch(kernel, (t.attention_blocks or t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
-    if not args.merges:
+    clustered = _clustered(args, shared, t) if args.merges else None
+    if clustered is not None:
+        found = [clustered]
+    elif not args.merges:
         grid, threads = (ceil(attn.hd, 32), attn.nh, 1), (t.merge_threads, 1, 1)
         found.append(
             Launch("k_attn_merge", grid, threads, attention_merge_shared_bytes(t.merge_threads), args)
@@ -69,3 +77,21 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     stored = (args.normed, args.roped + 4 * (attn.nh + attn.nkv) * attn.hd)
     # q and k stay as the matmul left them: the stage works on copies.
     return Stage(ops[:count], found, [stored, *written(ops[norms + 1 : count])], moved=moved)
+
+
+def _clustered(args: Any, shared: int, t: Tuning) -> Launch | None:
+    """Few chunks by clusters, whose blocks hand their states to each other."""
+    attn, cluster = args.attn, min(t.attention_cluster, t.max_cluster)
+    if cluster == 1 or attn.hd > 128 or t.merge_chunks > CLUSTER_CHUNKS:
+        return None
+    per_kv, heads = attn.nh // attn.nkv, 1
+    while heads < min(t.cluster_heads, per_kv):
+        heads *= 2
+    behind = ceil(shared, 16) * 16
+    parts = heads * ceil(attn.hd, 32)
+    own = behind + 4 * SHARE_PITCH * t.merge_chunks * ceil(parts, cluster)
+    if own > t.shared_limit - STATIC_SHARED:
+        return None
+    grid = (attn.nkv * ceil(per_kv, heads) * cluster, 1, 1)
+    kernel = "k_attn_cluster_128" if attn.hd == 128 else "k_attn_cluster"
+    return Launch(kernel, grid, (CHUNK, 1, 1), own, AttentionClusterArgs(args, heads, behind), cluster)

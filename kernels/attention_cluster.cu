@@ -1,0 +1,115 @@
+// The attention stage of a decode step (M = 1) for few chunks, in thread block clusters: the blocks of a cluster make the states of
+// the chunks of a few query heads of one KV head (a head group), hand them to each other through distributed shared memory, and
+// each merges a share of the group's elements and stores the result and its a8. Where there is a single chunk each block makes a
+// head of the group. Other cases: attention_stage.cu, attention_merge.cu.
+#include "attention_states.cuh"
+
+#define SHARE_PITCH 36  // f32 of a chunk in a part: 32 elements, maximum, sum of exponentials, two unused
+
+// A part is 32 elements of a head, or what is left of it. Part q of a group, those of its first head first, is merged by warp
+// q / size of block q % size.
+struct GroupParts {
+    int of_head, all, size;
+    float *shares;  // f32[chunks, ceil(all / size), SHARE_PITCH], in every block
+
+    DEVICE_MEMBER GroupParts(float *memory, int heads, int hd, int blocks) {
+        of_head = (hd + 31) / 32, all = heads * of_head, size = blocks;
+        shares = memory;
+    }
+    DEVICE_MEMBER float *share(int chunk, int q) const {
+        return shares + (chunk * ((all + size - 1) / size) + q / size) * SHARE_PITCH;
+    }
+
+    // A chunk's states, f32[heads, hd + 4] in shared memory, to the blocks that merge them.
+    DEVICE_MEMBER void hand_over(const float *states, int chunk, int hd) const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < all * (SHARE_PITCH / 4); i += UNIT_THREADS) {
+            const int q = i / (SHARE_PITCH / 4), quad = i - q * (SHARE_PITCH / 4), j = q / of_head;
+            const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;
+            if (at <= hd) cluster_store((float4 *)share(chunk, q) + quad, q % size, *(const float4 *)(states + j * (hd + 4) + at));
+        }
+    }
+
+    // Merges the chunks of this warp's parts, left to right, lanes being chunks, then elements, and stores the results.
+    DEVICE_MEMBER void merge(const AttentionStageArgs &st, int h0, int chunks, int side) const {
+        const int lane = lane_id();
+#pragma unroll 1
+        for (int q = side + size * warp_id(); q < all; q += size * UNIT_WARPS) {
+            const int stride = (all + size - 1) / size * SHARE_PITCH, j = q / of_head;
+            const float *const first = share(0, q);
+            const float *const end = first + (lane < chunks ? lane : 0) * stride + 32;
+            float m = MINUS_INFINITY;
+            const float right = lane < chunks ? end[0] : MINUS_INFINITY, before = merged_before(right, m);
+            const float4 factor = merge_factors_of(before, right, end[1]);
+            float acc = first[lane], l = first[33];
+#pragma unroll 1
+            for (int c = 1; c < chunks; c++) {
+                const float a = __shfl_sync(FULL_WARP, factor.x, c), b = __shfl_sync(FULL_WARP, factor.y, c);
+                acc = merge_one(acc, first[c * stride + lane], a, b);
+                l = merge_one(l, __shfl_sync(FULL_WARP, factor.z, c), a, b);
+            }
+            store_result(st, h0 + j, 32 * (q - j * of_head), acc, l);
+        }
+    }
+};
+
+// HD: the head size, where it is known. W: words of a head of 16 * W elements.
+template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shared, int block) {
+    const AttentionStageArgs &st = c.stage;
+    const AttentionArgs &a = st.attn;
+    const int hd = HD != 0 ? HD : a.hd, HS = c.heads;
+    const int size = cluster_size(), side = cluster_rank(), cluster = block / size;
+    const UnitShared sh = unit_shared(shared, hd);
+    copy_exp_table(sh.exp_table);
+    const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
+    const int per_kv = a.nh / a.nkv, groups = (per_kv + HS - 1) / HS;
+    Unit u;
+    u.pos = pos;
+    u.chunks = pos / CHUNK + 1;
+    u.base = load_l2(a.base);
+    u.kv = cluster / groups;
+    const int head = (cluster - u.kv * groups) * HS, h0 = u.kv * per_kv + head, heads = per_kv - head < HS ? per_kv - head : HS;
+    // A single chunk: the group's heads go to its blocks, one to each at a time.
+    const bool alone = u.chunks == 1;
+    u.h0 = alone ? h0 + side : h0;
+    u.heads = alone ? 1 : heads;
+    u.slot = alone ? 0 : side;
+    u.slots = alone ? 1 : size;
+    u.stores_q = side == 0 || alone;
+    u.stores_kv = head == 0 && (side == 0 || !alone);  // !alone: of the block that has the new row
+    const GroupParts parts((float *)(shared + c.behind), heads, hd, size);
+    cluster_arrive();
+    UnitStart<W / 4> start;
+    start.begin(st, pos, alone ? 1 : HS, hd);
+    const auto states_of = [&](int) { return sh.s; };
+    const auto made = [&](int chunk) {
+        if (alone) {
+            store_unit(st, u, sh.s);
+        } else {
+            if (chunk == u.slot) cluster_wait();  // the other blocks have begun
+            parts.hand_over(sh.s, chunk, hd);
+        }
+        __syncthreads();  // what comes next takes the place of these states
+    };
+    int left = !alone || side >= heads ? !alone : (heads - side - 1) / size + 1;  // units of this block
+#pragma unroll 1
+    for (; left > 0; left--, u.h0 += size, u.stores_kv = false) unit_chunks<W>(st, sh, u, hd, start, states_of, made);
+    if (!start.waited) {  // more blocks than chunks, or than heads
+        start_next();
+        wait_for_previous();
+    }
+    if (alone || u.slot >= u.chunks) cluster_wait();
+    if (alone) return;
+    cluster_sync();
+    parts.merge(st, h0, u.chunks, side);
+}
+
+// 256 threads. Dynamic shared: UnitShared, the shares of GroupParts. For head sizes of 128 and up to 128.
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_cluster<8, 128>(a, shared, blockIdx.x);
+}
+KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
+    DYNAMIC_SHARED(shared);
+    attention_cluster<8, 0>(a, shared, blockIdx.x);
+}
