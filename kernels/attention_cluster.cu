@@ -1,7 +1,7 @@
-// The attention stage of a decode step (M = 1) for few chunks, in thread block clusters: the blocks of a cluster make the states of
-// the chunks of a few query heads of one KV head (a head group), hand them to each other through distributed shared memory, and
-// each merges a share of the group's elements and stores the result and its a8. Where there is a single chunk each block makes a
-// head of the group. Other cases: attention_stage.cu, attention_merge.cu.
+// The attention stage of a decode step (M = 1) for a few chunks, in thread block clusters: the blocks of a cluster make the states
+// of the chunks of a few query heads of one KV head (a head group), hand them to each other through distributed shared memory,
+// and each merges a share of the group's elements and stores the result and its a8. Other cases: attention_stage.cu,
+// attention_merge.cu.
 #include "attention_states.cuh"
 
 #define SHARE_PITCH 36  // f32 of a chunk in a part: 32 elements, maximum, sum of exponentials, two unused
@@ -68,40 +68,31 @@ template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArg
     u.chunks = pos / CHUNK + 1;
     u.base = load_l2(a.base);
     u.kv = cluster / groups;
-    const int head = (cluster - u.kv * groups) * HS, h0 = u.kv * per_kv + head, heads = per_kv - head < HS ? per_kv - head : HS;
-    // A single chunk: the group's heads go to its blocks, one to each at a time.
-    const bool alone = u.chunks == 1;
-    u.h0 = alone ? h0 + side : h0;
-    u.heads = alone ? 1 : heads;
-    u.slot = alone ? 0 : side;
-    u.slots = alone ? 1 : size;
-    u.stores_q = side == 0 || alone;
-    u.stores_kv = head == 0 && (side == 0 || !alone);  // !alone: of the block that has the new row
-    const GroupParts parts((float *)(shared + c.behind), heads, hd, size);
+    const int head = (cluster - u.kv * groups) * HS;
+    u.h0 = u.kv * per_kv + head;
+    u.heads = per_kv - head < HS ? per_kv - head : HS;
+    u.slot = side;
+    u.slots = size;
+    u.stores_q = side == 0;
+    u.stores_kv = head == 0;
+    const GroupParts parts((float *)(shared + c.behind), u.heads, hd, size);
     cluster_arrive();
     UnitStart<W / 4> start;
-    start.begin(st, pos, alone ? 1 : HS, hd);
-    const auto states_of = [&](int) { return sh.s; };
-    const auto made = [&](int chunk) {
-        if (alone) {
-            store_unit(st, u, sh.s);
-        } else {
-            if (chunk == u.slot) cluster_wait();  // the other blocks have begun
-            parts.hand_over(sh.s, chunk, hd);
-        }
-        __syncthreads();  // what comes next takes the place of these states
-    };
-    int left = !alone || side >= heads ? !alone : (heads - side - 1) / size + 1;  // units of this block
-#pragma unroll 1
-    for (; left > 0; left--, u.h0 += size, u.stores_kv = false) unit_chunks<W>(st, sh, u, hd, start, states_of, made);
-    if (!start.waited) {  // more blocks than chunks, or than heads
+    start.begin(st, pos, HS, hd);
+    bool begun = false;  // the other blocks have
+    unit_chunks<W>(st, sh, u, hd, start, [&](int) { return sh.s; }, [&](int chunk) {
+        if (!begun) cluster_wait();
+        begun = true;
+        parts.hand_over(sh.s, chunk, hd);
+        __syncthreads();  // the next chunk's scores take the place of these states
+    });
+    if (!begun) {  // more blocks than chunks
         start_next();
         wait_for_previous();
+        cluster_wait();
     }
-    if (alone || u.slot >= u.chunks) cluster_wait();
-    if (alone) return;
     cluster_sync();
-    parts.merge(st, h0, u.chunks, side);
+    parts.merge(st, u.h0, u.chunks, side);
 }
 
 // 256 threads. Dynamic shared: UnitShared, the shares of GroupParts. For head sizes of 128 and up to 128.

@@ -76,7 +76,7 @@ struct AttentionStageArgs {
 struct AttentionClusterArgs {
     AttentionStageArgs stage;
     int heads;   // query heads of a cluster, at most: 1, 2, 4 or 8
-    int behind;  // bytes of UnitShared
+    int behind;  // bytes of UnitShared; room for `Tuning.cluster_chunks` chunks lies behind them
 };
 
 // rms_norm, quantize_a8, matmul by the bf16 router.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, Literal
 
 from kestrel.errors import BackendError
@@ -19,6 +20,7 @@ Mode = Literal["fast", "bitexact", "l2exact"]
 Dim3 = tuple[int, int, int]
 
 ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
+CLUSTER_CHUNKS = 32  # that clusters merge, at most: a lane to each
 CHUNK = 256  # positions of an attention chunk, contract section 7
 CODES_BYTES = 8 * (32 + 4) * 16  # of eight heads in a chunk, as in kernels/attention_values.cuh
 EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
@@ -72,8 +74,9 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: one on every multiprocessor
-    attention_cluster: int = 8  # blocks that make few chunks of a few heads together, at most; 1: by the stage above
+    attention_cluster: int = 8  # blocks that make a few chunks of a few heads together: 2, 4, 8; or 1: none
     cluster_heads: int = 4  # query heads of such a cluster, at most: 1, 2, 4, 8
+    cluster_chunks: int = 8  # of 256 positions, that clusters merge, at most 32
     merge_chunks: int = 12  # of 256 positions; where there are more, they are merged in a launch of their own
     merge_threads: int = 128  # of such a launch
     router_threads: int = 128
@@ -494,14 +497,28 @@ def taps_of(launch: Launch) -> list[Any]:
     return [args.tap] if isinstance(args, L2HashLongArgs) else []
 
 
-def many_chunks(position: int, tuning: Tuning) -> bool:
-    """Whether attention at ``position`` is planned for many chunks: faster there, right at any position."""
-    return position // CHUNK + 1 > tuning.merge_chunks
+class MergeBy(IntEnum):
+    """How attention of one row merges its chunks: each is planned for other positions."""
+
+    nobody = 0  # there is one
+    cluster = 1  # only for as many as ``Tuning.cluster_chunks``
+    last_block = 2
+    launch = 3
+
+
+def merge_by(position: int, tuning: Tuning) -> MergeBy:
+    """The fastest way at ``position``. All but ``cluster`` are right at any position."""
+    t, chunks = tuning, position // CHUNK + 1
+    if chunks > t.merge_chunks:
+        return MergeBy.launch
+    if min(t.attention_cluster, t.max_cluster) > 1 and 1 < chunks <= min(t.cluster_chunks, CLUSTER_CHUNKS):
+        return MergeBy.cluster
+    return MergeBy.nobody if chunks == 1 else MergeBy.last_block
 
 
 def plan(ops: Sequence[Op], mode: Mode = "l2exact", tuning: Tuning | None = None, position: int = 0) -> Plan:
     """The launches of a whole step: ops of one row joined into stages where there is a stage for them
-    (``kestrel.stages``), taps beside them (``kestrel.tap_schedule``). ``position``: see ``many_chunks``.
+    (``kestrel.stages``), taps beside them (``kestrel.tap_schedule``). ``position``: see ``merge_by``.
     """
     from kestrel.stages import plan_stages  # it builds on this module
 

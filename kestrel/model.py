@@ -228,7 +228,15 @@ class _StepBuilder:
         c = self.config
         x = self._x()
         ids = self.model.buffer("ids", 1, np.int32)
-        self._emit("embed", "embed", w=self.model._matrix("embed").struct, ids=ids, x=x, M=self.M, spread=self._spread)
+        self._emit(
+            "embed",
+            "embed",
+            w=self.model._matrix("embed").struct,
+            ids=ids,
+            x=x,
+            M=self.M,
+            spread=self._spread,
+        )
         for layer in range(c.num_layers):
             x = self._attention(layer, x)
             x = self._ffn(layer, x)

@@ -99,9 +99,7 @@ AttentionArgs = _struct(
     *_ints("M", "nh", "nkv", "hd", "ld"),
     ("qscale", Float),
 )
-AddArgs = _struct(
-    "AddArgs", *_pointers("x", "y", "out"), ("n", ctypes.c_int64), *_ints("spread", "reserved")
-)
+AddArgs = _struct("AddArgs", *_pointers("x", "y", "out"), ("n", ctypes.c_int64), *_ints("spread", "reserved"))
 SwigluArgs = _struct("SwigluArgs", *_pointers("gu", "h"), *_ints("R", "F"))
 RouterTopkArgs = _struct(
     "RouterTopkArgs",

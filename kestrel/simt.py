@@ -15,7 +15,18 @@ import numpy.typing as npt
 from kestrel import _simt
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend, CpuBuffer
-from kestrel.launch import ROW_SPREAD, Launch, Mode, Tuning, attention_work_bytes, check_head_dim, launches, many_chunks, plan
+from kestrel.launch import (
+    ROW_SPREAD,
+    Launch,
+    MergeBy,
+    Mode,
+    Tuning,
+    attention_work_bytes,
+    check_head_dim,
+    launches,
+    merge_by,
+    plan,
+)
 from kestrel.ops import Op
 
 ALIGNMENT = 256  # of every buffer, as on a GPU
@@ -50,15 +61,15 @@ class SimtProgram:
     def __init__(self, backend: SimtBackend, ops: Sequence[Op]) -> None:
         self._backend = backend
         self._ops = list(ops)
-        self._plans: dict[bool, list[Launch]] = {}  # for few and for many positions before
+        self._plans: dict[MergeBy, list[Launch]] = {}
 
     def _whole(self) -> list[Launch]:
         backend = self._backend
-        many = many_chunks(backend.position, backend.tuning)
-        if many not in self._plans:
+        way = merge_by(backend.position, backend.tuning)
+        if way not in self._plans:
             planned = plan(self._ops, backend.mode, backend.tuning, backend.position)
-            self._plans[many] = planned.in_line(late=backend.seed % 2 == 1)
-        return self._plans[many]
+            self._plans[way] = planned.in_line(late=backend.seed % 2 == 1)
+        return self._plans[way]
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         backend = self._backend

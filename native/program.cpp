@@ -9,6 +9,13 @@ namespace kestrel {
 
 constexpr int kMaxThreads = 1024;
 
+// Whether an op's row of x is spread, as only the kernels of a GPU take it (kernels/op_args.h).
+static bool is_spread(const std::string &name, const void *args) {
+    if (name == "embed") return static_cast<const EmbedArgs *>(args)->spread != 0;
+    if (name == "rms_norm") return static_cast<const RmsNormArgs *>(args)->spread != 0;
+    return name == "add" && static_cast<const AddArgs *>(args)->spread != 0;
+}
+
 Program::Program(const std::vector<std::pair<std::string, std::string>> &ops, int threads, Isa isa)
     : threads_(threads), isa_(isa) {
     if (threads < 1 || threads > kMaxThreads)
@@ -29,6 +36,8 @@ Program::Program(const std::vector<std::pair<std::string, std::string>> &ops, in
         storage_.emplace_back(new std::max_align_t[units]);
         std::memcpy(storage_.back().get(), bytes.data(), bytes.size());
         const void *args = storage_.back().get();
+        if (is_spread(name, args))
+            throw std::invalid_argument("op " + std::to_string(i) + " (" + name + "): a row of the CPU is not spread");
         ops_.push_back({entry, entry->run[static_cast<int>(isa)], args, threads == 1 || entry->serial(args)});
     }
 }

@@ -25,12 +25,13 @@ from kestrel.launch import (
     PROGRAMMATIC,
     ROW_SPREAD,
     Launch,
+    MergeBy,
     Plan,
     Tuning,
     attention_work_bytes,
     check_head_dim,
     launches,
-    many_chunks,
+    merge_by,
     plan,
 )
 from kestrel.ops import Op
@@ -181,8 +182,8 @@ def launch_config(launch: Launch, *, early: bool) -> Any:
 class CudaProgram:
     """The launches of a list of ops. A whole run of a small program is recorded as one graph and replayed.
 
-    There are two plans, for few and for many positions before (``many_chunks``), made when first wanted. They
-    give the same bits.
+    There are plans for few and for many positions before (``merge_by``), made when first wanted. They give
+    the same bits.
     """
 
     def __init__(self, backend: CudaBackend, ops: Sequence[Op]) -> None:
@@ -192,17 +193,17 @@ class CudaProgram:
         rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
 
         # Not methods: a program that held itself would keep its memory until the next collection.
-        def many(position: int) -> bool:
-            return rows == 1 and many_chunks(position, backend.tuning)
+        def way(position: int) -> MergeBy:
+            return merge_by(position, backend.tuning) if rows == 1 else MergeBy.last_block
 
         def planned(position: int, ops: Sequence[Op] = self._ops) -> Plan:
             return plan(ops, backend.mode, backend.tuning, position)
 
-        self._many, self._plan = many, planned
+        self._way, self._plan = way, planned
         self._runs = Replays(
             backend,
             lambda position: backend.prepare_plan(planned(position)),
-            many,
+            way,
             record=backend.graph and 1 <= rows <= GRAPH_ROWS,
         )
         self._runs.at(backend.position)  # what cannot be planned or loaded is an error now
@@ -246,7 +247,7 @@ class CudaProgram:
     ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """Run ``count`` one-row steps, each on the token the one before chose: see GreedyLoop.run."""
         if self._loop is None:
-            self._loop = GreedyLoop(self._backend, self._plan, self._many, ids, pos, chosen, hashes, taps)
+            self._loop = GreedyLoop(self._backend, self._plan, self._way, ids, pos, chosen, hashes, taps)
         return self._loop.run(self._backend.position, count)
 
     def queue(self) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kestrel.backend import Buffer
 from kestrel.cuda.graph import Replays
-from kestrel.launch import Launch, Plan
+from kestrel.launch import Launch, MergeBy, Plan
 
 if TYPE_CHECKING:
     from kestrel.cuda.device import CudaBackend
@@ -43,14 +43,14 @@ class GreedyLoop:
         self,
         backend: CudaBackend,
         plan: Callable[[int], Plan],
-        many: Callable[[int], bool],
+        way: Callable[[int], MergeBy],
         ids: Buffer,
         pos: Buffer,
         chosen: Buffer,
         hashes: Buffer | None,
         taps: int,
     ) -> None:
-        """``plan``, ``many``: as of ``Replays``."""
+        """``plan``, ``way``: as of ``Replays``."""
         self._backend = backend
         self._step = backend.zeros((1,), np.uint32)
         self._tokens_memory, self._tokens = backend.pinned((AHEAD,), np.int32)
@@ -70,7 +70,7 @@ class GreedyLoop:
         self._runs = Replays(
             backend,
             lambda position: backend.prepare_plan(plan(position), [feedback]),
-            many,
+            way,
             record=backend.graph,
         )
         self._events = [backend.event() for _ in range(AHEAD)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kestrel.cuda.device import CudaBackend, PreparedPlan
+    from kestrel.launch import MergeBy
 
 
 class Graph:
@@ -14,7 +15,7 @@ class Graph:
 
     The recording holds addresses and arguments, not references: buffers must outlive it, which the program's
     owner sees to. Token id, position and slot are read from device memory, so a recording is right at every
-    position.
+    position that its plan is made for.
     """
 
     def __init__(self, graph: Any, stream: Any) -> None:
@@ -70,21 +71,21 @@ class Replay:
 
 
 class Replays:
-    """The runs of a program: a ``Replay`` for few positions and one for ``many``, made when wanted."""
+    """The runs of a program: a ``Replay`` for each way to run a step at some positions, made when wanted."""
 
     def __init__(
         self,
         backend: CudaBackend,
         prepare: Callable[[int], PreparedPlan],
-        many: Callable[[int], bool],
+        way: Callable[[int], MergeBy],
         *,
         record: bool,
     ) -> None:
-        """``prepare`` makes the plan for a position, one and the same for those that are equally ``many``."""
+        """``prepare`` makes the plan for a position, one and the same for those of one ``way``."""
         self._backend = backend
-        self._prepare, self._many = prepare, many
+        self._prepare, self._way = prepare, way
         self._record = record
-        self._made: dict[bool, Replay] = {}
+        self._made: dict[MergeBy, Replay] = {}
 
     @property
     def recorded(self) -> bool:
@@ -93,7 +94,7 @@ class Replays:
 
     def at(self, position: int) -> Replay:
         """The run at ``position``; the device must be current."""
-        many = self._many(position)
-        if many not in self._made:
-            self._made[many] = Replay(self._backend, self._prepare(position), record=self._record)
-        return self._made[many]
+        way = self._way(position)
+        if way not in self._made:
+            self._made[way] = Replay(self._backend, self._prepare(position), record=self._record)
+        return self._made[way]

@@ -11,20 +11,21 @@ from kestrel.launch import (
     ATTENTION_COUNTERS,
     ATTENTION_STAGES,
     CHUNK,
+    CLUSTER_CHUNKS,
     STATIC_SHARED,
     Launch,
+    MergeBy,
     Tuning,
     attention_merge_shared_bytes,
     attention_stage_shared_bytes,
     check_head_dim,
-    many_chunks,
+    merge_by,
 )
 from kestrel.ops import Op
 from kestrel.stages.args import AttentionClusterArgs, AttentionStageArgs
 from kestrel.stages.stage import Stage, ceil, names, written
 
 SHARE_PITCH = 36  # floats, as in kernels/attention_cluster.cu
-CLUSTER_CHUNKS = 32  # at most: a lane to each
 
 
 def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
@@ -40,8 +41,9 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     shared = attention_stage_shared_bytes(attn.hd)
     if shared > t.shared_limit - STATIC_SHARED or attn.nh > ATTENTION_COUNTERS:  # one for a group of heads
         return None
+    way = merge_by(position, t)
     args = AttentionStageArgs(
-        rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2), merges=int(not many_chunks(position, t))
+        rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2), merges=int(way != MergeBy.launch)
     )
     if norms:
         q_norm, k_norm = ops[0].args, ops[1].args
@@ -66,7 +68,7 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     any_size, common_size, wide = ATTENTION_STAGES
     kernel = common_size if attn.hd == 128 else any_size if attn.hd < 128 else wide
     found = [Launch(kernel, (t.attention_blocks or t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
-    clustered = _clustered(args, shared, t) if args.merges else None
+    clustered = _clustered(args, shared, t) if way == MergeBy.cluster else None
     if clustered is not None:
         found = [clustered]
     elif not args.merges:
@@ -82,14 +84,14 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
 def _clustered(args: Any, shared: int, t: Tuning) -> Launch | None:
     """Few chunks by clusters, whose blocks hand their states to each other."""
     attn, cluster = args.attn, min(t.attention_cluster, t.max_cluster)
-    if cluster == 1 or attn.hd > 128 or t.merge_chunks > CLUSTER_CHUNKS:
+    if attn.hd > 128:
         return None
     per_kv, heads = attn.nh // attn.nkv, 1
     while heads < min(t.cluster_heads, per_kv):
         heads *= 2
     behind = ceil(shared, 16) * 16
     parts = heads * ceil(attn.hd, 32)
-    own = behind + 4 * SHARE_PITCH * t.merge_chunks * ceil(parts, cluster)
+    own = behind + 4 * SHARE_PITCH * min(t.cluster_chunks, CLUSTER_CHUNKS) * ceil(parts, cluster)
     if own > t.shared_limit - STATIC_SHARED:
         return None
     grid = (attn.nkv * ceil(per_kv, heads) * cluster, 1, 1)
