@@ -134,9 +134,11 @@ template <int C> struct NormRow {
 
 // Asks for the norm's weights, lets the next kernel begin, waits for the one that makes x, asks for x, and returns r to
 // every thread that has a part of the row; `row` holds span 0. x, w: f32[d] in global memory; terms: f32[norm_terms(d)] in
-// shared memory. Every warp sums the terms for itself: that is as fast as by one warp, and saves a barrier behind it.
+// shared memory. Every warp sums the terms for itself: that is as fast as by one warp, and saves a barrier behind it. Unless
+// `real` nobody is waited for, and what is in `row` is taken for x: a rehearsal.
 template <int C>
-DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector) {
+DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float eps, float *terms, NormRow<C> &row, bool vector,
+                        bool real = true) {
     const int blocks = d / 8, tail = vector ? 0 : d % 8, last = row.last_span(blocks);
     row.thread = (int)threadIdx.x;
     settle(row.thread);
@@ -157,12 +159,12 @@ DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float
     settle(left);
     settle(inverse);
     start_next();
-    wait_for_previous(at[0]);
+    if (real) wait_for_previous(at[0]);
 #pragma unroll 1
     for (int span = last; span >= 0; span -= row.span_size()) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            load_eight(at[c], vector, row.x[c]);
+            if (real) load_eight(at[c], vector, row.x[c]);
             // A whole span lies ahead of the last.
             at[c] = x + KESTREL_SPREAD_AT(8 * (row.eight(span, c) - row.span_size()), spread);
         }

@@ -152,34 +152,46 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     settle(rows);
     settle(part.first);
     settle(part.end);
-    NormRow<1> row;
-    const float r = norm_scale(a.norm.x, a.norm.spread, a.norm.w, d, a.norm.eps, sh.terms, row, true);  // lets the next kernel begin, waits
-    int span = 0;
+    NormRow<1> row = {};
+    // This kernel begins long before its input is there: it goes through its code once with nothing, so that the multiprocessor
+    // has the instructions when they count.
 #pragma unroll 1
-    do {
-        if (span > 0) {
-            row.load_row(a.norm.x, a.norm.spread, span, d / 8, true);
-            row.load_weights(a.norm.w, span, d / 8, true);
-        }
-        float out[8];
-        row.result(0, r, out);
-        if (row.eight(span, 0) < d / 8) store_eight_apart(sh.x + 8 * row.eight(span, 0), out);
-        span += row.span_size();
-    } while (span < d / 8);
-    __syncthreads();
-    if (warp == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, part);
-    while (true) {
+    for (int pass = 0; pass < 2; pass++) {
+        const bool real = pass == 1;
+        const float r = norm_scale(a.norm.x, a.norm.spread, a.norm.w, d, a.norm.eps, sh.terms, row, true, real);
+        int span = 0;
+#pragma unroll 1
+        do {
+            if (span > 0 && real) {
+                row.load_row(a.norm.x, a.norm.spread, span, d / 8, true);
+                row.load_weights(a.norm.w, span, d / 8, true);
+            }
+            float out[8];
+            row.result(0, r, out);
+            if (row.eight(span, 0) < d / 8) store_eight_apart(sh.x + 8 * row.eight(span, 0), out);
+            span += row.span_size();
+        } while (span < d / 8);
+        __syncthreads();
         const uint4 *weights = mine;
         for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
             const float logit = router_logit(weights, x, w.k);
-            if (lane == 0) a.mm.y[first + i] = logit;
+            if (lane == 0 && real) a.mm.y[first + i] = logit;
         }
+        if (!real) __syncthreads();
+    }
+    if (warp == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, part);
+    while (true) {
         first += a.rows * blocks;
         if (first >= w.n) break;
         rows = w.n - first < a.rows ? w.n - first : a.rows;
         __syncthreads();
         stage_router_rows(w, first, rows, sh);
         __syncthreads();
+        const uint4 *weights = mine;
+        for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
+            const float logit = router_logit(weights, x, w.k);
+            if (lane == 0) a.mm.y[first + i] = logit;
+        }
     }
 }
 

@@ -90,7 +90,7 @@ class Tuning:
     ring_bytes: int = 96 << 10  # of a block for such rows on their way
     head_ring_bytes: int = 56 << 10  # the same of the head
     head_blocks: int = 2  # of the head, on a multiprocessor
-    router_rows: int = 1  # of a block, at most 4; more where there are more rows than multiprocessors
+    router_rows: int = 2  # of a block, at most 4; more where there are more rows than multiprocessors
     gate_up_warps: int = 8
     gate_up_blocks: int = 2  # on a multiprocessor
     expert_blocks: int = 1  # of the choice, gate and up of experts, on a multiprocessor
