@@ -1,6 +1,6 @@
-// The attention stage of a decode step (M = 1) for a few chunks, in thread block clusters: the blocks of a cluster make the states
-// of the chunks of a few query heads of one KV head (a head group), hand them to each other through distributed shared memory,
-// and each merges a share of the group's elements and stores the result and its a8. Other cases: attention_stage.cu,
+// The attention stage of a decode step (M = 1) for a few chunks, in thread block clusters: the blocks of a cluster make the
+// states of the chunks of a few query heads of one KV head (a head group), hand them to each other through distributed shared
+// memory, and each merges a share of the group's elements and stores the result and its a8. Other cases: attention_stage.cu,
 // attention_merge.cu.
 #include "attention_states.cuh"
 
@@ -25,8 +25,9 @@ struct GroupParts {
 #pragma unroll 1
         for (int i = threadIdx.x; i < all * (SHARE_PITCH / 4); i += UNIT_THREADS) {
             const int q = i / (SHARE_PITCH / 4), quad = i - q * (SHARE_PITCH / 4), j = q / of_head;
-            const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;
-            if (at <= hd) cluster_store((float4 *)share(chunk, q) + quad, q % size, *(const float4 *)(states + j * (hd + 4) + at));
+            const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;  // of the head's state: behind its elements m and l
+            const float4 four = *(const float4 *)(states + j * (hd + 4) + (at <= hd ? at : hd));
+            if (at <= hd) cluster_store((float4 *)share(chunk, q) + quad, q % size, four);
         }
     }
 

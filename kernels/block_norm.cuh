@@ -205,7 +205,8 @@ DEVICE void block_rms_norm(const float *x, int spread, const float *w, int d, fl
             if (row.eight(span, c) < blocks) store_eight(sh.x + 8 * row.eight(span, c), out);
         }
     }
-    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x) sh.x[i] = (load_l2(x + KESTREL_SPREAD_AT(i, spread)) * r) * w[i];
+    for (int i = 8 * blocks + threadIdx.x; i < d; i += blockDim.x)
+        sh.x[i] = (load_l2(x + KESTREL_SPREAD_AT(i, spread)) * r) * w[i];
     __syncthreads();
 }
 

@@ -152,6 +152,13 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
     settle(rows);
     settle(part.first);
     settle(part.end);
+    const auto logits = [&](bool real) {
+        const uint4 *weights = mine;
+        for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
+            const float logit = router_logit(weights, x, w.k);
+            if (lane == 0 && real) a.mm.y[first + i] = logit;
+        }
+    };
     NormRow<1> row = {};
     // This kernel begins long before its input is there: it goes through its code once with nothing, so that the multiprocessor
     // has the instructions when they count.
@@ -172,26 +179,16 @@ DEVICE void norm_router(const NormRouterArgs &a, int block, int blocks, unsigned
             span += row.span_size();
         } while (span < d / 8);
         __syncthreads();
-        const uint4 *weights = mine;
-        for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
-            const float logit = router_logit(weights, x, w.k);
-            if (lane == 0 && real) a.mm.y[first + i] = logit;
-        }
+        logits(real);
         if (!real) __syncthreads();
     }
     if (warp == warp_count() - 1) warp_store_part(a.norm, a.a8, sh.x, part);
-    while (true) {
-        first += a.rows * blocks;
-        if (first >= w.n) break;
+    for (first += a.rows * blocks; first < w.n; first += a.rows * blocks) {  // fewer blocks than rows
         rows = w.n - first < a.rows ? w.n - first : a.rows;
         __syncthreads();
         stage_router_rows(w, first, rows, sh);
         __syncthreads();
-        const uint4 *weights = mine;
-        for (int i = warp; i < rows; i += warp_count(), weights += next_weights) {
-            const float logit = router_logit(weights, x, w.k);
-            if (lane == 0) a.mm.y[first + i] = logit;
-        }
+        logits(true);
     }
 }
 

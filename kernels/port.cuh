@@ -220,10 +220,10 @@ DEVICE void start_next() {}
 // Thread block clusters (Hopper and newer): `Launch.cluster` blocks along x run at the same time and reach each other's
 // shared memory. cluster_rank is this block's number among the cluster_size blocks. All threads of all blocks call the
 // barriers, each cluster_arrive followed by its cluster_wait; what is written ahead of the former, here or in another block,
-// is seen behind the latter. cluster_store(p, rank, v) writes a word of 4 bytes, or four, to where p lies, in block `rank`. Ahead of its
-// first store to another block a block must have passed a barrier, for the other may not have begun; and behind its last one
-// all must pass another, for a block may not leave while others may still write to its shared memory. Without clusters, as
-// below sm_90, each block is one of its own.
+// is seen behind the latter. cluster_store(p, rank, v) writes a word of 4 bytes, or four, to where p lies, in block `rank`.
+// Ahead of its first store to another block a block must have passed a barrier, for the other may not have begun; and behind
+// its last one all must pass another, for a block may not leave while others may still write to its shared memory. Without
+// clusters, as below sm_90, each block is one of its own.
 #if __CUDA_ARCH__ >= 900
 DEVICE int cluster_rank() {
     int rank;
