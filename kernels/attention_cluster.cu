@@ -25,7 +25,7 @@ struct GroupParts {
 #pragma unroll 1
         for (int i = threadIdx.x; i < all * (SHARE_PITCH / 4); i += UNIT_THREADS) {
             const int q = i / (SHARE_PITCH / 4), quad = i - q * (SHARE_PITCH / 4), j = q / of_head;
-            const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;  // of the head's state: behind its elements m and l
+            const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;  // m, l behind the elements
             const float4 four = *(const float4 *)(states + j * (hd + 4) + (at <= hd ? at : hd));
             if (at <= hd) cluster_store((float4 *)share(chunk, q) + quad, q % size, four);
         }

@@ -39,7 +39,7 @@ struct HeldInput {
     }
 };
 
-#define EXPERT_SPREAD 32  // of h: all blocks of k_moe_down read it at a time; kestrel/stages/moe.py makes room for it
+#define EXPERT_SPREAD 32  // of h: all blocks of k_moe_down read it at a time; as in kestrel/stages/moe.py
 
 #define RING_HALVES 2  // one is computed while the other comes
 
@@ -261,8 +261,9 @@ DEVICE float four_hsum8(const float *acc) {
 #define DOWN_ASKED 2  // experts' rows that are on their way at a time: more would hold up what all others load
 #define DOWN_LOADS 3  // of 16 bytes of h that a thread has on their way
 
-// a8 of the experts' inputs, `all` groups of h, f32[all, 32], by the block: eight lanes to a group, four elements to each.
-DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
+// a8 of the experts' inputs, `all` groups of h, f32[all, 32 + spread], by the block: eight lanes to a group, four elements to
+// each.
+DEVICE void down_inputs(const DownShared &sh, const float *h, int spread, int all) {
     const float4 *const from = (const float4 *)h;
 #pragma unroll 1
     for (int base = threadIdx.x; base - lane_id() < 8 * all; base += DOWN_LOADS * blockDim.x) {  // whole warps
@@ -271,7 +272,7 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int all) {
         for (int i = 0; i < DOWN_LOADS; i++) {
             const int at = base + i * (int)blockDim.x;
             x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (at < 8 * all) x[i] = load_l2(from + at + at / 8 * (EXPERT_SPREAD / 4));
+            if (at < 8 * all) x[i] = load_l2(from + at + at / 8 * (spread / 4));
         }
 #pragma unroll
         for (int i = 0; i < DOWN_LOADS; i++) {
@@ -325,7 +326,7 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     start_next();
     wait_for_previous(x_at);
     const float x = load_l2(x_at), p = load_l2(a.combine.weights + ((int)threadIdx.x < T ? (int)threadIdx.x : 0));
-    down_inputs(sh, a.mm.x + KESTREL_SPREAD_AT(first * w.k, EXPERT_SPREAD), S * groups);
+    down_inputs(sh, a.mm.x + KESTREL_SPREAD_AT(first * w.k, a.spread), a.spread, S * groups);
     if ((int)threadIdx.x < T) sh.p[threadIdx.x] = p;
 #pragma unroll 1
     for (int t = threadIdx.x + blockDim.x; t < T; t += blockDim.x) sh.p[t] = load_l2(a.combine.weights + t);

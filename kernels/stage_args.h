@@ -103,5 +103,5 @@ struct MoeDownArgs {
     AddArgs add;
     RouterTopkArgs topk;
     int rows;  // of an expert's matrix, to a block: a multiple of 4, no more than threads
-    int reserved;
+    int spread;  // of mm.x, for k_moe_down
 };

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from kestrel.launch import (
+    ATTENTION_CLUSTERS,
     ATTENTION_STAGES,
     EXPERT_STAGES,
     GATE_UP_STAGES,
@@ -56,7 +57,7 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_norm_router": frozenset({"f32"}),
     **{name: frozenset({"f32", "f64"}) for name in GATE_UP_STAGES},
     **{name: frozenset({"f32", "f64"}) for name in EXPERT_STAGES},
-    **{name: frozenset({"f32", "f64"}) for name in ATTENTION_STAGES},
+    **{name: frozenset({"f32", "f64"}) for name in (*ATTENTION_STAGES, *ATTENTION_CLUSTERS)},
     "k_attn_merge": frozenset({"f32", "f64"}),
 }
 

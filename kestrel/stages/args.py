@@ -111,5 +111,5 @@ MoeDownArgs = _struct(
     ("add", AddArgs),
     ("topk", RouterTopkArgs),
     ("rows", ctypes.c_int32),
-    ("reserved", ctypes.c_int32),
+    ("spread", ctypes.c_int32),
 )

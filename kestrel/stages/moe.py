@@ -12,6 +12,7 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of the any forms of gate and up: four rows of each matrix
 EXPERT_WARPS = 16  # of a block of k_moe_gate_up, at most
+EXPERT_SPREAD = 32  # of h between k_moe_gate_up and k_moe_down, as in kernels/moe_experts.cu
 ROUTER_ROWS = 4  # of a block, at most; as in kernels/moe_stages.cu
 
 
@@ -45,7 +46,7 @@ def _norm_router(ops: Sequence[Op], t: Tuning) -> Launch | None:
 
 
 def _gate_up(
-    moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True, h: Any = None
+    moe: Any, swiglu: Any, a8: Any, t: Tuning, topk: Any = None, with_a8: bool = True
 ) -> Launch | None:
     """The two matrices, SwiGLU, and a8 where it is wanted; with ``topk`` the choice of experts first."""
     experts, width, k = topk is not None, swiglu.F, moe.w[0].k
@@ -55,7 +56,7 @@ def _gate_up(
     fits = fits and a8.x == swiglu.h and slots == a8.M and width == a8.K and width % 32 == 0
     if not fits or a8.q == moe.xq:  # other blocks still read it
         return None
-    if experts and not with_a8 and (launch := _expert_gate_up(moe, h, a8, topk, t)):
+    if experts and not with_a8 and (launch := _expert_gate_up(moe, swiglu, a8, topk, t)):
         return launch
     units = slots * (width // 32) + experts  # one stores the choice
     warps = min(t.gate_up_warps, QUADS)
@@ -72,7 +73,7 @@ def _gate_up(
 def _expert_gate_up(moe: Any, swiglu: Any, a8: Any, topk: Any, t: Tuning) -> Launch | None:
     """The choice of experts, gate, up and SwiGLU by rings of bulk copies, for q4local."""
     k, width = moe.w[0].k, swiglu.F
-    copied = [moe.xq, moe.xd, moe.gsum, *(moe.w[i].scale for i in range(moe.n_w))]
+    copied = [moe.xq, moe.xd, moe.gsum, swiglu.gu, *(moe.w[i].scale for i in range(moe.n_w))]
     if not _q4local(moe) or k % 256 or any(address % 16 for address in copied):
         return None
     groups, quads = int(k) // 32, int(moe.T) * (int(width) // 4)
@@ -166,22 +167,23 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
         return None
     last = _down(ops[7:], topk, swiglu.h, t)
     with_a8 = last is None or last.kernel != "k_moe_down"
-    h = swiglu
-    if last is not None and not with_a8:  # h goes from one to the other spread, in the place of gate and up
-        h = type(swiglu).from_buffer_copy(swiglu)
-        args: Any = last.args
-        h.h = args.mm.x = swiglu.gu
     launches = [
         _norm_router([ops[0], ops[1], ops[3]], t),
-        _gate_up(up, swiglu, h_a8, t, topk, with_a8, h),
+        _gate_up(up, swiglu, h_a8, t, topk, with_a8),
         last,
     ]
     found = [launch for launch in launches if launch is not None]
     if len(found) < len(launches):
         return None
-    unseen = (4, 6, 7) if found[1].kernel == "k_moe_gate_up" else (4, 7)  # h's a8 is k_moe_down's own
+    unseen, more = (4, 7), []
+    if found[1].kernel == "k_moe_gate_up":  # h goes spread to k_moe_down, whose own its a8 is
+        unseen, more = (4, 5, 6, 7), outputs(ops[4])  # in the place of gate and up
+        gate_up_args: Any = found[1].args
+        down_args: Any = found[2].args
+        gate_up_args.swiglu.h = down_args.mm.x = swiglu.gu
+        down_args.spread = EXPERT_SPREAD
     seen = [op for i, op in enumerate(ops) if i not in unseen]
-    return Stage(ops, found, written(seen), hidden=written([ops[i] for i in unseen]))
+    return Stage(ops, found, [*written(seen), *more], hidden=written([ops[i] for i in unseen]))
 
 
 def gate_up(ops: Sequence[Op], t: Tuning) -> Stage | None:

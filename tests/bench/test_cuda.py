@@ -58,6 +58,7 @@ class HostBench(BenchBackend):
     """A BenchBackend whose device memory is host memory."""
 
     library: ctypes.CDLL
+    seed = 0
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class HostBench(BenchBackend):
         return attention_work_bytes(rows, heads, head_dim, context)
 
     def compile(self, ops: Any) -> Any:
-        return SimtProgram(ops, self.mode, self.tuning, 0)
+        return SimtProgram(self, ops)  # type: ignore[arg-type]
 
     def close(self) -> None:
         for buffer in self._buffers:

@@ -1,4 +1,4 @@
-"""Which of its two plans a program queues, by position, and when it records: on a backend without a GPU."""
+"""Which of its plans a program queues, by position, and when it records: on a backend without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kestrel.ops import WType
 from tests.support.models import random_weights, tiny_config
 from tests.support.unmade import Unmade
 
-FEW, MANY = "few", "many"
+ONE, CLUSTER, FEW, MANY = "one", "cluster", "few", "many"
 
 
 class Stream:
@@ -50,7 +50,7 @@ class FakeBackend:
     """What CudaProgram and GreedyLoop need of a CudaBackend; ``log`` is what was queued, and how."""
 
     mode = "l2exact"
-    tuning = Tuning(merge_chunks=2)
+    tuning = Tuning(cluster_chunks=2, merge_chunks=3)
     position = 0
     closed = False
 
@@ -65,7 +65,11 @@ class FakeBackend:
 
     def prepare_plan(self, plan: Plan, last: Sequence[Launch] = ()) -> Any:
         main = [*plan.main, *last]
-        what = MANY if any(launch.kernel == "k_attn_merge" for launch in main) else FEW
+        names = {launch.kernel for launch in main}
+        assert len(names & {"k_attn_cluster", "k_attn_stage", "k_attn_decode_online"}) == 1
+        what = MANY if "k_attn_merge" in names else CLUSTER if "k_attn_cluster" in names else FEW
+        if what == FEW and ONE not in self.prepared:
+            what = ONE  # the same launches
         self.prepared.append(what)
         return SimpleNamespace(
             main=main, queue=lambda: self.stream.queue(what), __len__=lambda: len(main), what=what
@@ -92,59 +96,64 @@ class FakeBackend:
 
 def program_of(backend: FakeBackend, rows: int = 1) -> CudaProgram:
     config = tiny_config("qwen3", layers=1)
-    model = Model(config, random_weights(config, WType.q4local), Unmade(), slots=4 * CHUNK, max_rows=rows)
+    model = Model(config, random_weights(config, WType.q4local), Unmade(), slots=5 * CHUNK, max_rows=rows)
     return CudaProgram(backend, model.step(rows, 1).ops)  # type: ignore[arg-type]
 
 
 def test_steps_one_by_one() -> None:
     backend = FakeBackend()
     program = program_of(backend)
-    assert backend.prepared == [FEW]
+    assert backend.prepared == [ONE]
     assert not program.recorded
-    for position in (0, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 5, 3 * CHUNK):
+    positions = (0, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK, 3 * CHUNK - 1, 3 * CHUNK, 4 * CHUNK)
+    for position in (*positions, 5, CHUNK + 5, 2 * CHUNK + 5, 3 * CHUNK + 5):
         backend.position = position
         program.run()
-    assert backend.prepared == [FEW, MANY], "each once"
+    assert backend.prepared == [ONE, CLUSTER, FEW, MANY], "each once"
     assert backend.log == [
-        *[("eager", FEW), ("graph", FEW)],
-        *[("eager", MANY), ("graph", MANY)],
-        *[("graph", FEW), ("graph", MANY)],
+        *[(how, what) for what in (ONE, CLUSTER, FEW, MANY) for how in ("eager", "graph")],
+        *[("graph", what) for what in (ONE, CLUSTER, FEW, MANY)],
     ]
     assert program.recorded
     assert program.whole.what == MANY  # type: ignore[attr-defined]
 
 
-def test_a_text_that_comes_to_many_positions() -> None:
+@pytest.mark.parametrize(
+    ("border", "before", "after"), [(1, ONE, CLUSTER), (2, CLUSTER, FEW), (3, FEW, MANY)]
+)
+def test_a_text_that_comes_to_more_chunks(border: int, before: str, after: str) -> None:
+    """The loop queues steps ahead of what was read: each by its own position."""
     backend = FakeBackend()
     program = program_of(backend)
     buffer: Any = SimpleNamespace(ptr=1 << 12)
-    backend.position = 2 * CHUNK - 3
+    backend.position = border * CHUNK - 3
     for turn in range(2):
         backend.log.clear()
+        backend.prepared = backend.prepared if turn else [] if before == ONE else [ONE]
         tokens = [token for token, _ in program.greedy_loop(buffer, buffer, buffer, None, 0, 6)]
         assert tokens == [7] * 6
         first = "graph" if turn else "eager"
-        few = [(first, FEW), ("graph", FEW), ("graph", FEW)]
-        assert backend.log == [*few, (first, MANY), ("graph", MANY), ("graph", MANY)]
-    assert backend.prepared == [FEW, FEW, MANY], "one of the program, two of its loop"
+        left = [(first, before), ("graph", before), ("graph", before)]
+        assert backend.log == [*left, (first, after), ("graph", after), ("graph", after)]
+    assert backend.prepared[-2:] == [before, after], "two of its loop"
     assert program.recorded
 
 
 def test_without_a_graph() -> None:
     backend = FakeBackend(graph=False)
     program = program_of(backend)
-    for position in (0, 1, 3 * CHUNK):
+    for position in (0, 1, CHUNK, 3 * CHUNK):
         backend.position = position
         program.run()
-    assert backend.log == [("eager", FEW), ("eager", FEW), ("eager", MANY)]
+    assert backend.log == [("eager", ONE), ("eager", ONE), ("eager", CLUSTER), ("eager", MANY)]
     assert not program.recorded
 
 
 def test_several_rows_have_one_plan() -> None:
     backend = FakeBackend()
     program = program_of(backend, rows=3)
-    for position in (0, 3 * CHUNK):
+    for position in (0, CHUNK, 3 * CHUNK):
         backend.position = position
         program.run()
-    assert backend.prepared == [FEW]
-    assert backend.log == [("eager", FEW), ("graph", FEW)]
+    assert backend.prepared == [ONE]
+    assert backend.log == [("eager", ONE), ("graph", ONE), ("graph", ONE)]

@@ -45,7 +45,7 @@ def step_of(
             model.backend.write(getattr(layer, name), array)
     if backend is not None:
         ops, tuning = model.step(1, 1, "extended").ops, backend.tuning
-        names = [launch.kernel for launch in plan(ops, backend.mode, tuning).main]
+        names = [launch.kernel for launch in plan(ops, backend.mode, tuning, position).main]
         assert any(name.startswith("k_attn_merge") for name in names) == (tuning.merge_chunks == 0)
         size = "_wide" if config.head_dim > 128 else "_128" if config.head_dim == 128 else ""
         fast = "_fast" if backend.mode == "fast" else ""
@@ -80,7 +80,12 @@ def compare(
     if spoil_values is not None:
         cache["vs"][BASE:][spoil_values[0]] = spoil_values[1]
     expected = step_of(config, cache, position)
-    tuning = Tuning(attention_blocks=blocks, merge_threads=32 + 32 * (seed % 4), merge_chunks=merge_chunks)
+    tuning = Tuning(
+        attention_blocks=blocks,
+        merge_threads=32 + 32 * (seed % 4),
+        merge_chunks=merge_chunks,
+        attention_cluster=1,
+    )
     backend = SimtBackend(tuning=tuning, seed=seed)
     assert step_of(config, cache, position, backend, repeat).keys == expected.keys
 
@@ -182,7 +187,7 @@ def test_the_fast_form_means_the_same(position: int, blocks: int) -> None:
     rng = np.random.default_rng(position)
     cache = cache_of(rng, BASE + position + 1, config.num_kv_heads, config.head_dim, "any")
     exact = step_of(config, cache, position)
-    tuning = Tuning(attention_blocks=blocks)
+    tuning = Tuning(attention_blocks=blocks, attention_cluster=1)
     fast = step_of(config, cache, position, SimtBackend("fast", tuning, seed=1), repeat=2)
     assert np.abs(fast.logits - exact.logits).max() < 0.1 * exact.logits.std()
 
@@ -223,7 +228,7 @@ def test_scales_of_values(position: int, place: Any, value: float) -> None:
 
 @pytest.mark.parametrize("wtype", list(WType))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("position", [0, 1 << 20])
+@pytest.mark.parametrize("position", [0, 700, 1 << 20])
 @pytest.mark.parametrize("taps", ["off", "extended"])
 def test_what_follows_a_kernel_that_starts_the_next_one_first(
     family: str, wtype: WType, position: int, taps: Any
@@ -239,9 +244,10 @@ def test_what_follows_a_kernel_that_starts_the_next_one_first(
         model = make_model(config, weights, backend=SimtBackend(), slots=8, max_rows=1)
         found = plan(model.step(1, 1, taps).ops, "l2exact", Tuning(), position)
         names = [launch.kernel for launch in found.main]
-        assert ("k_attn_merge" in names) == (position > 0)
+        assert ("k_attn_merge" in names) == (position > 700)
+        assert ("k_attn_cluster" in names) == (position == 700)
         stages = [launch for launch in found.main if launch.kernel.startswith("k_attn_stage")]
-        assert {launch.grid for launch in stages} == {(Tuning().sms, 1, 1)}
+        assert {launch.grid for launch in stages} == ({(Tuning().sms, 1, 1)} if position != 700 else set())
         following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
         assert following
         assert not following & READS_TWO_BEFORE

@@ -20,11 +20,12 @@ def weight_struct(tensor: Any) -> ctypes.Structure:
 def op_args(name: str, **values: Any) -> ctypes.Structure:
     """The argument struct of op ``name``: arrays become pointers (``None`` is null), QuantTensors weights.
 
-    Every member must be given except ``reserved``, so that a test cannot forget one.
+    Every member must be given except ``reserved`` and ``spread`` (none on the CPU), so that a test cannot
+    forget one.
     """
     args = OPS[name].args()
     types = dict(args._fields_)
-    missing = set(types) - set(values) - {"reserved"}
+    missing = set(types) - set(values) - {"reserved", "spread"}
     unknown = set(values) - set(types)
     if missing or unknown:
         raise TypeError(f"op {name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
