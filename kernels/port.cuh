@@ -273,7 +273,8 @@ DEVICE void cluster_sync() {
 
 #define KERNEL extern "C"
 #define DEVICE static inline
-#define DEVICE_MEMBER inline
+// Never out of line: exact and fast kernels are two texts of the same names, of which the linker would keep one.
+#define DEVICE_MEMBER inline __attribute__((always_inline))
 #define LAUNCH_BOUNDS(...)
 #define DYNAMIC_SHARED(name) unsigned char *const name = simt::dynamic_shared()
 
