@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kestrel.backend import Backend, Buffer, GreedyProgram, Program
 from kestrel.config import ModelConfig
 from kestrel.kvcache import KVCache
-from kestrel.ops import OPS, Op, Weight, WType, spread_width
+from kestrel.ops import OPS, SPREAD_LINE, Op, Weight, WType, spread_width
 from kestrel.rope import attention_factor, inv_freq
 from kestrel.weights import QuantTensor, Weights
 
@@ -197,6 +197,16 @@ class Model:
     def argmax(self, rows: int) -> npt.NDArray[np.int32]:
         """i32[rows]: the greedy choice for each logit row of the last step, -1 where one is not finite."""
         return self.backend.read(self.buffer("next", 1, np.int32, self.max_logit_rows), (rows,))
+
+    def residual(self) -> npt.NDArray[np.float32]:
+        """f32[H]: the residual stream as a step of one row without taps left it."""
+        width, spread = self.config.hidden_size, self.backend.row_spread
+        if not spread:
+            return self.backend.read(self.buffer("x", width, np.float32), (width,))
+        wide = spread_width(width, spread)
+        row = self.backend.read(self.buffer("x_spread", wide, np.float32, 1), (wide,))
+        elements = np.arange(width)
+        return row[elements + elements // SPREAD_LINE * spread]
 
     def hashes(self, step: Step, rows: int) -> npt.NDArray[np.uint64]:
         """u64[taps, rows] of the last step, which had ``rows`` rows."""

@@ -169,7 +169,7 @@ def expert_spread(engine: Engine, start: int, tokens: int) -> dict[str, Any]:
         step.program.run(begin, None)
     used = (counts > 0).sum(axis=1)
     share = counts.sum(axis=0) / counts.sum()
-    x = model.backend.read(model.buffer("x", config.hidden_size, np.float32), (config.hidden_size,))
+    x = model.residual()
     logits = model.logits(1)[0]
     return {
         "tokens": tokens,
