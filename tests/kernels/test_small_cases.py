@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
+
 from kestrel.cpu import CpuBackend
 from kestrel.simt import SimtBackend
 from tests.support.bits import assert_bits_equal
