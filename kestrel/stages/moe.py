@@ -8,7 +8,7 @@ from typing import Any
 from kestrel.launch import STATIC_SHARED, Launch, Tuning, norm_terms, router_shared_bytes
 from kestrel.ops import MoeMatmulArgs, Op, WType
 from kestrel.stages.args import GateUpArgs, MoeDownArgs, NormRouterArgs
-from kestrel.stages.stage import Stage, ceil, names, outputs, written
+from kestrel.stages.stage import Range, Stage, ceil, names, outputs, written
 
 QUADS = 8  # of a unit of the any forms of gate and up: four rows of each matrix
 EXPERT_WARPS = 16  # of a block of k_moe_gate_up, at most
@@ -175,9 +175,11 @@ def moe_ffn(ops: Sequence[Op], t: Tuning) -> Stage | None:
     found = [launch for launch in launches if launch is not None]
     if len(found) < len(launches):
         return None
-    unseen, more = (4, 7), []
+    unseen: tuple[int, ...] = (4, 7)
+    more: list[Range] = []
     if found[1].kernel == "k_moe_gate_up":  # h goes spread to k_moe_down, whose own its a8 is
-        unseen, more = (4, 5, 6, 7), outputs(ops[4])  # in the place of gate and up
+        unseen = (4, 5, 6, 7)
+        more = outputs(ops[4])  # its place is that of gate and up
         gate_up_args: Any = found[1].args
         down_args: Any = found[2].args
         gate_up_args.swiglu.h = down_args.mm.x = swiglu.gu

@@ -22,22 +22,24 @@ from kestrel.weights import Weights
 from tests.support.unmade import Unmade
 
 
-def step(config: ModelConfig, weights: Weights, taps: Any = "off") -> tuple[list[Any], Plan]:
+def step(
+    config: ModelConfig, weights: Weights, taps: Any = "off", position: int = 0
+) -> tuple[list[Any], Plan]:
     model = Model(config, weights, Unmade(), slots=64, max_rows=1)
     ops = model.step(1, 1, taps).ops
-    return ops, plan(ops)
+    return ops, plan(ops, position=position)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("joined", [True, False])
-def test_the_launches_of_a_step_read_what_a_token_reads(name: str, joined: bool) -> None:
+@pytest.mark.parametrize(("joined", "depth"), [(True, 63), (True, 700), (True, 5000), (False, 63)])
+def test_the_launches_of_a_step_read_what_a_token_reads(name: str, joined: bool, depth: int) -> None:
     """The sum over the step's launches against the count from the model's shape."""
     config = replace(SHAPES[name], num_layers=3)
     weights = pending_weights(config, WType.q4local, WType.q8local)
-    ops, planned = step(config, weights)
+    ops, planned = step(config, weights, position=depth)
     found = planned.main if joined else [launch for op in ops for launch in launches(op)]
-    total = sum(launch_bytes(launch, 63) for launch in found)
-    expected = weight_bytes_per_token(config, weights) + kv_bytes_per_token(config, 63, 1)
+    total = sum(launch_bytes(launch, depth) for launch in found)
+    expected = weight_bytes_per_token(config, weights) + kv_bytes_per_token(config, depth, 1)
     expected += 4 * config.vocab_size  # argmax
     head_norms = 2 * 4 * config.head_dim * config.num_layers if config.qk_norm else 0
     row = WType.q8local.bytes_per_row(config.hidden_size)

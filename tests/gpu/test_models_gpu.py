@@ -90,6 +90,34 @@ def test_a_text_that_comes_to_many_chunks(graph: bool, taps: Any, cpu: CpuBacken
     backend.close()
 
 
+@pytest.mark.parametrize("taps", ["off", "extended"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_text_that_comes_to_clusters_and_leaves_them(
+    head_dim: int, size: int, taps: Any, gpu: CudaBackend, cpu: CpuBackend
+) -> None:
+    """One chunk, two by clusters where the GPU has them, three by the last block."""
+    if gpu.tuning.max_cluster < size:
+        pytest.skip(f"no clusters of {size} blocks")
+    config = tiny_config("qwen3_moe", heads=8, kv_heads=2, head_dim=head_dim)
+    weights = random_weights(config, WType.q4local)
+    backend = CudaBackend(0, tuning=Tuning(attention_cluster=size, cluster_heads=size // 2, cluster_chunks=2))
+    for begin in (250, 506):
+        ids = prompt(begin, config.vocab_size)
+        expected = generate(Engine(config, weights, cpu, context=600), ids, 16, taps)
+        engine = Engine(config, weights, backend, context=600)
+        for _ in range(2):
+            actual = generate(engine, ids, 16, taps)
+            assert actual[0] == expected[0]
+            if taps != "off":
+                assert str(difference(actual[1], expected[1])).startswith("0 of")
+    program: Any = engine.decode_model.step(1, 1, taps).program
+    kernel = "k_attn_cluster_128" if head_dim == 128 else "k_attn_cluster"
+    found = [sum(item.kernel == kernel for item in program._plan(at).main) for at in (255, 256, 511, 512)]
+    assert found == [0, config.num_layers, config.num_layers, 0]
+    backend.close()
+
+
 def test_a_step_writes_its_own_slot_alone(gpu: CudaBackend) -> None:
     config = tiny_config("qwen3")
     engine = Engine(config, random_weights(config, WType.q4local), gpu, context=64)

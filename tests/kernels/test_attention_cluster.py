@@ -90,7 +90,8 @@ def test_positions(position: int, order: str) -> None:
 @pytest.mark.parametrize("position", [300, 1100, 1800])
 def test_cuts(position: int, per_kv: int) -> None:
     """Two, five, eight chunks: more than a cluster has blocks, and fewer; whole and ragged head groups."""
-    compare(position, "rising", seed=per_kv, tunings=CUTS, heads=2 * per_kv, kv_heads=2, head_dim=16)
+    tunings = CUTS if position == 300 else CUTS[per_kv % 3 :: 3]
+    compare(position, "rising", seed=per_kv, tunings=tunings, heads=2 * per_kv, kv_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128])
