@@ -206,7 +206,8 @@ class Model:
         wide = spread_width(width, spread)
         row = self.backend.read(self.buffer("x_spread", wide, np.float32, 1), (wide,))
         elements = np.arange(width)
-        return row[elements + elements // SPREAD_LINE * spread]
+        found: npt.NDArray[np.float32] = row[elements + elements // SPREAD_LINE * spread]
+        return found
 
     def hashes(self, step: Step, rows: int) -> npt.NDArray[np.uint64]:
         """u64[taps, rows] of the last step, which had ``rows`` rows."""

@@ -159,7 +159,7 @@ def test_activations_are_sane(small_config: ModelConfig, wtype: WType) -> None:
     assert np.isfinite(logits).all()
     assert 1.5 < logits.std() < 2.5
     model = engine.prompt_model
-    x = model.residual()
+    x = model.backend.read(model.buffer("x", small_config.hidden_size, np.float32))
     assert 0.5 < np.sqrt(np.mean(x**2)) < 20
     assert len(set(np.argmax(logits, axis=1).tolist())) > 20
 
