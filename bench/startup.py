@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
             spread = f"{min(seconds):.2f} .. {max(seconds):.2f}, {len(seconds)} runs"
             print(f"{name}, {what}: {middle:.2f} s ({spread})")
     if args.json is not None:
-        args.json.write_text(json.dumps({"command": command, "seconds": found}, indent=1) + "\n")
+        record = {"command": ["python", *command[1:]], "seconds": found}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
