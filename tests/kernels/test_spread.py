@@ -138,7 +138,7 @@ def row_of_x(model: Model) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_steps_of_one_row(shape: tuple[str, dict[str, Any]], wtype: WType) -> None:
     config = tiny_config(shape[0], **{"layers": 2, "vocab": 64, **shape[1]})
-    weights = random_weights(config, wtype, WType.q8local)
+    weights = random_weights(config, wtype, WType.bf16 if wtype == WType.bf16 else WType.q8local)
 
     def logits(model: Model, count: int) -> list[bytes]:
         return [run_rows(model, [at + 1], [at]).logits.tobytes() for at in range(count)]
