@@ -61,9 +61,12 @@ class SimtProgram:
     def __init__(self, backend: SimtBackend, ops: Sequence[Op]) -> None:
         self._backend = backend
         self._ops = list(ops)
+        self._by_op = [launches(op, backend.mode, backend.tuning) for op in ops]
         self._plans: dict[MergeBy, list[Launch]] = {}
+        self._whole()  # what cannot be planned is an error now
 
     def _whole(self) -> list[Launch]:
+        """The plan for the backend's position, made when first wanted."""
         backend = self._backend
         way = merge_by(backend.position, backend.tuning)
         if way not in self._plans:
@@ -72,15 +75,11 @@ class SimtProgram:
         return self._plans[way]
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
-        backend = self._backend
         end = len(self._ops) if end is None else end
-        if begin == 0 and end == len(self._ops):
-            todo = self._whole()
-        else:
-            parts = (launches(op, backend.mode, backend.tuning) for op in self._ops[begin:end])
-            todo = [launch for part in parts for launch in part]
+        whole = begin == 0 and end == len(self._ops)
+        todo = self._whole() if whole else [launch for op in self._by_op[begin:end] for launch in op]
         for launch in todo:
-            run_launch(launch, backend.seed)
+            run_launch(launch, self._backend.seed)
 
 
 class SimtBackend(CpuBackend):

@@ -213,4 +213,4 @@ def test_h_of_experts_lies_spread_in_the_place_of_gate_and_up(taps: Any) -> None
         lines = place.reshape(-1, 2, 32)  # h, and what lies behind
         assert place.size == 2 * 3 * 64
         assert np.isnan(lines[:, 1]).all()
-        assert np.isnan(lines[:, 0]).all() != spread
+        assert (np.isnan(lines[:, 0]) != spread).all()
