@@ -32,9 +32,9 @@ from kestrel.benchmark.synthetic import pending_weights
 from kestrel.config import ModelConfig
 from kestrel.errors import KestrelError
 from kestrel.launch import Launch, taps_of
-from kestrel.model import TapLevel
 from kestrel.ops import OPS, WType
 from kestrel.paths import resolve_model
+from kestrel.taps import TapLevel
 from kestrel.weights import Weights, load_model_folder
 
 REPEATS = 20

@@ -30,8 +30,8 @@ from kestrel.errors import UsageError
 
 if TYPE_CHECKING:
     from kestrel.llm import LLM, Stream
-    from kestrel.model import TapLevel
     from kestrel.sampling import SamplingParams
+    from kestrel.taps import TapLevel
 
 
 def build_parser() -> Parser:

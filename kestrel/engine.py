@@ -17,10 +17,12 @@ from kestrel.backend import Backend
 from kestrel.config import ModelConfig
 from kestrel.errors import ContextOverflowError, KestrelError, NonFiniteError, UsageError
 from kestrel.kvcache import KVCache
-from kestrel.model import Model, Step, Tap, TapLevel, dump_bytes, tap_key
+from kestrel.model import Model
 from kestrel.nonfinite import find_non_finite
 from kestrel.sampling import SamplingParams, sample
 from kestrel.stats import Timings
+from kestrel.step import Step
+from kestrel.taps import Tap, TapLevel, dump_bytes, tap_key
 from kestrel.weights import Weights
 
 DEFAULT_CHUNK = 256  # rows of one forward pass over a prompt

@@ -23,7 +23,7 @@ import kestrel
 from kestrel.contract import CONTRACT
 from kestrel.errors import KestrelError, printable
 from kestrel.l2_fields import Key, parse_key
-from kestrel.model import Tap, TapLevel
+from kestrel.taps import Tap, TapLevel
 
 FORMAT = "1"
 

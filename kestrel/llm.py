@@ -19,10 +19,10 @@ from kestrel.checkpoints.manifest import read_manifest
 from kestrel.engine import DEFAULT_CHUNK, Engine
 from kestrel.errors import KestrelError, UsageError, shown
 from kestrel.l2_dump import DumpWriter
-from kestrel.model import TapLevel
 from kestrel.paths import resolve_model
 from kestrel.sampling import SamplingParams
 from kestrel.stats import Timings
+from kestrel.taps import TapLevel
 from kestrel.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 from kestrel.weights import load_model_folder
 

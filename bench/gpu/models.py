@@ -15,8 +15,8 @@ from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
 from kestrel.cuda.device import CudaBackend
 from kestrel.engine import Engine
-from kestrel.model import TapLevel
 from kestrel.ops import WType
+from kestrel.taps import TapLevel
 from kestrel.weights import Weights, load_model_folder
 from tests.support.dumps import Recorder, difference, generate
 from tests.support.models import random_weights, tiny_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kestrel.backends import Mode
 from kestrel.benchmark.runner import BitsDifferError, Runner
-from kestrel.model import TapLevel
+from kestrel.taps import TapLevel
 
 WARM_UP_TOKENS = 8  # compiled steps, the recorded graph, page tables
 

@@ -20,7 +20,8 @@ from kestrel.contract import CONTRACT
 from kestrel.cpu import CpuBuffer
 from kestrel.engine import memory_parts
 from kestrel.errors import KestrelError, NonFiniteError
-from kestrel.model import Model, TapLevel
+from kestrel.model import Model
+from kestrel.taps import TapLevel
 from kestrel.weights import Weights
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from kestrel import contract, launch
 from kestrel.l2_fields import FIELDS
-from kestrel.model import Tap
 from kestrel.ops import OPS
+from kestrel.taps import Tap
 from tests.support.forward import make_model
 from tests.support.models import tiny_config
 from tests.support.shared import REPOSITORY

@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("kestrel._simt", reason="the shim is built by `make native`")
 
 from kestrel.launch import Plan, Tuning, plan, taps_of
-from kestrel.model import Model, _StepBuilder, dump_bytes
+from kestrel.model import Model
 from kestrel.simt import SimtBackend, run_launch
 from kestrel.stages import planner, stage
+from kestrel.step import StepBuilder
 from kestrel.tap_schedule import TapGroup, TimedTap, group_taps
+from kestrel.taps import dump_bytes
 from tests.support.forward import make_model
 from tests.support.models import tiny_config
 
@@ -129,9 +131,9 @@ def test_values_stay_until_the_end(family: str, level: Any) -> None:
 
 def shared_between_layers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """All layers keep the value ``name`` in one buffer."""
-    real = _StepBuilder._kept
+    real = StepBuilder._kept
     monkeypatch.setattr(
-        _StepBuilder,
+        StepBuilder,
         "_kept",
         lambda self, kept, layer, *rest, **more: real(
             self, kept, 0 if kept == name else layer, *rest, **more

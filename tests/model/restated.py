@@ -1,7 +1,7 @@
 """A whole forward pass in float32 numpy, from docs/numerics.md: the third implementation, slow and short.
 
 It composes the restated ops of ``tests/ops/reference.py`` in the order of section 9 and knows nothing of
-``kestrel/model.py``.
+``kestrel/step.py``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kestrel.engine import Engine
-from kestrel.model import Tap, TapLevel
 from kestrel.sampling import SamplingParams
+from kestrel.taps import Tap, TapLevel
 
 
 @dataclass

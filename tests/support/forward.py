@@ -11,8 +11,9 @@ import numpy.typing as npt
 from kestrel.backend import Backend
 from kestrel.config import ModelConfig
 from kestrel.cpu import CpuBackend
-from kestrel.model import Model, TapLevel
+from kestrel.model import Model
 from kestrel.ops import WType
+from kestrel.taps import TapLevel
 from kestrel.weights import Weights
 from tests.support.bits import assert_bits_equal
 from tests.support.models import random_weights
