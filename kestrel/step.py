@@ -115,22 +115,9 @@ class StepBuilder:
             factor=attention_factor(c),
         )
         self._tap("krope", layer, qkv, c.kv_size, offset=k_at, width=ld, extended=True)
-        self._emit(
-            "kv_append",
-            f"l{layer}.kv_append",
-            k=(qkv, k_at),
-            v=(qkv, v_at),
-            kq=kv.kq,
-            ks=kv.ks,
-            vq=kv.vq,
-            vs=kv.vs,
-            pos=pos,
-            base=base,
-            M=self.M,
-            nkv=c.num_kv_heads,
-            hd=c.head_dim,
-            ld=ld,
-        )
+        cache: dict[str, Any] = {"kq": kv.kq, "ks": kv.ks, "vq": kv.vq, "vs": kv.vs, "pos": pos, "base": base}
+        cache |= {"M": self.M, "nkv": c.num_kv_heads, "hd": c.head_dim, "ld": ld}
+        self._emit("kv_append", f"l{layer}.kv_append", k=(qkv, k_at), v=(qkv, v_at), **cache)
         self._tap("k", layer, kv.kq, c.kv_size, by_slot=True)
         self._tap("ks", layer, kv.ks, c.num_kv_heads, by_slot=True)
         self._tap("v", layer, kv.vq, c.kv_size, by_slot=True)
@@ -144,20 +131,11 @@ class StepBuilder:
             "attention",
             f"l{layer}.attention",
             q=qkv,
-            kq=kv.kq,
-            ks=kv.ks,
-            vq=kv.vq,
-            vs=kv.vs,
-            pos=pos,
-            base=base,
             out=attn,
             work=work,
             copies=copies,
-            M=self.M,
             nh=c.num_heads,
-            nkv=c.num_kv_heads,
-            hd=c.head_dim,
-            ld=ld,
+            **cache,
             qscale=1.0 / math.sqrt(float(c.head_dim)),
         )
         self._tap("attn", layer, attn, c.q_size)

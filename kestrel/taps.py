@@ -56,5 +56,5 @@ def dump_bytes(config: ModelConfig, rows: int) -> int:
 
 
 def most_taps(config: ModelConfig) -> int:
-    """More keys of a position than any level has."""
+    """Keys of a position at the extended level, of a model that has every field."""
     return 2 + 20 * config.num_layers

@@ -1,10 +1,11 @@
-// Instructions that a multiprocessor has not executed for a while: 32 kernels of the same length of straight code, of which a chain of
-// launches goes through some in turn, as a decode step goes through its stages.
+// Instructions that a multiprocessor has not executed for a while: 32 kernels of the same length of straight code, of which a
+// chain of launches goes through some in turn, as a decode step goes through its stages.
 #include "port.cuh"
 
 #define CODE_FMAS 512  // of 16 bytes each: 8 KB
 
-// cycles: u32[2, grid], of a first and a second pass through the code, from the block's first warp.
+// cycles: u32[2, grid], of a first and a second pass through the code by the block's first warp. Up to four warps, one to a
+// quarter of the multiprocessor: more would take turns, and the first one's time would say little.
 DEVICE void read_code(unsigned *cycles, float seed) {
     float a = seed, b = seed + 1.0f, c = seed + 2.0f, d = seed + 3.0f;
 #pragma unroll 1

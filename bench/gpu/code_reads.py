@@ -1,8 +1,8 @@
 """What code costs that has not run lately: ``python -m bench.gpu.code_reads``.
 
-A recorded chain of launches goes through some kernels of 8 KB of straight code in turn. Prints the median
-block's cycles for a KB, the first and the second time that a launch passes through its code, by how much code
-the chain goes through before it comes back, and by warps of a block. Needs a GPU.
+A recorded chain of launches goes through some kernels of 8 KB of straight code in turn. Prints the cycles
+for a KB of the median block's first warp, the first and the second time that a launch passes through its
+code, by how much code the chain goes through before it comes back, and by warps of a block. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KILOBYTES = 8  # of a kernel, as in code_reads.cu
 KERNELS = [f"k_code_{i}{j}" for i in range(8) for j in range(4)]
 FOOTPRINTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32)  # kernels in turn
 ROUNDS = 4
-WARPS = (1, 4, 8)
+WARPS = (1, 4)  # of a block: one to each quarter of a multiprocessor, at most
 
 
 def main() -> None:
