@@ -224,6 +224,19 @@ DEVICE void start_next() {}
 // Ahead of its first store to another block a block must have passed a barrier, for the other may not have begun; and behind
 // its last one all must pass another, for a block may not leave while others may still write to its shared memory. Without
 // clusters, as below sm_90, each block is one of its own.
+//
+// cluster_arrive waits for everything that the block has under way, loads too, which is long while memory is busy. Stores that
+// are counted where they arrive need no barrier behind them. A gate is u64[1] of shared memory, at the same place in all blocks,
+// opened once by cluster_open, by a warp. cluster_begin is a cluster_arrive that publishes nothing but that this block is there
+// and which gates it has opened; its cluster_wait comes ahead of the first send. cluster_send(p, rank, v, gate) stores a word of
+// 4 bytes, or four, to where p lies in block `rank`, and counts them at that block's gate; every thread that calls it sends.
+// cluster_expect, by one warp, says how many bytes will arrive in all, what the block sends to itself included: once a turn,
+// before or after they begin to arrive, but not before all threads of the block have received the turn before. cluster_receive,
+// by all threads of the block, returns when the turn's bytes are there to be read, and tells of nothing else; `turn` counts its
+// calls from 0. No send to a gate, or to a place, may be made while the turn before it lacks bytes from whichever block, or is
+// still being read: two gates, each with places of its own, by turns, do where each block hears from all in each turn. A block
+// may leave when it has received all that is sent to it; nobody waits for its own sends. Without clusters cluster_send is a plain
+// store (the GPU has no other there), cluster_receive a barrier of the block, and gates are not used.
 #if __CUDA_ARCH__ >= 900
 DEVICE int cluster_rank() {
     int rank;
@@ -255,12 +268,67 @@ DEVICE void cluster_store(float4 *shared, int rank, float4 v) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
+DEVICE void cluster_open(unsigned long long *gate) {
+    if (threadIdx.x % 32 == 0) {
+        const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(at) : "memory");
+    }
+    __syncwarp();
+}
+DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_expect(unsigned long long *gate, int bytes) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+    if (cluster_size() > 1 && threadIdx.x % 32 == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+template <class T> DEVICE void cluster_send(T *shared, int rank, T v, unsigned long long *gate) {
+    static_assert(sizeof(T) == 4, "words of 4 bytes");
+    if (cluster_size() == 1) {
+        *shared = v;
+        return;
+    }
+    const unsigned to = cluster_address(shared, rank), at = cluster_address(gate, rank);
+    unsigned w;
+    memcpy(&w, &v, sizeof v);
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(w), "r"(at)
+                 : "memory");
+}
+DEVICE void cluster_send(float4 *shared, int rank, float4 v, unsigned long long *gate) {
+    if (cluster_size() == 1) {
+        *shared = v;
+        return;
+    }
+    const unsigned to = cluster_address(shared, rank), at = cluster_address(gate, rank);
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(at)
+                 : "memory");
+}
+DEVICE void cluster_receive(unsigned long long *gate, unsigned turn) {
+    if (cluster_size() == 1) {
+        __syncthreads();
+        return;
+    }
+    const unsigned at = (unsigned)__cvta_generic_to_shared(gate);
+    unsigned done;
+    do {
+        asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(done)
+                     : "r"(at), "r"(turn % 2)
+                     : "memory");
+    } while (!done);
+}
 #else
 DEVICE int cluster_rank() { return 0; }
 DEVICE int cluster_size() { return 1; }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() { __syncthreads(); }
 template <class T> DEVICE void cluster_store(T *shared, int, T v) { *shared = v; }
+DEVICE void cluster_open(unsigned long long *) {}
+DEVICE void cluster_begin() {}
+DEVICE void cluster_expect(unsigned long long *, int) {}
+template <class T> DEVICE void cluster_send(T *shared, int, T v, unsigned long long *) { *shared = v; }
+DEVICE void cluster_receive(unsigned long long *, unsigned) { __syncthreads(); }
 #endif
 DEVICE void cluster_sync() {
     cluster_arrive();
@@ -329,6 +397,29 @@ DEVICE void cluster_sync(simt::Site site = simt::caller()) {
 template <class T> DEVICE void cluster_store(T *shared, int rank, T v, simt::Site site = simt::caller()) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 16, "words of 4 bytes, one or four");
     std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
+}
+DEVICE void cluster_open(unsigned long long *gate, simt::Site site = simt::caller()) {
+    if (cluster_size() == 1) return;
+    if (threadIdx.x % 32 == 0) simt::cluster_open(site, gate);
+    simt::warp_collective(site, simt::Collective::sync, 0xffffffffu, 0, 0, 32);
+}
+DEVICE void cluster_begin(simt::Site site = simt::caller()) { simt::cluster_begin(site); }
+DEVICE void cluster_expect(unsigned long long *gate, int bytes, simt::Site site = simt::caller()) {
+    if (cluster_size() > 1 && threadIdx.x % 32 == 0) simt::cluster_expect(site, gate, bytes);
+}
+template <class T>
+DEVICE void cluster_send(T *shared, int rank, T v, unsigned long long *gate, simt::Site site = simt::caller()) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 16, "words of 4 bytes, one or four");
+    if (cluster_size() == 1)
+        std::memcpy(simt::cluster_address(site, shared, rank, sizeof v), &v, sizeof v);
+    else
+        simt::cluster_send(site, shared, rank, &v, sizeof v, gate);
+}
+DEVICE void cluster_receive(unsigned long long *gate, unsigned turn, simt::Site site = simt::caller()) {
+    if (cluster_size() == 1)
+        simt::block_barrier(site);
+    else
+        simt::cluster_receive(site, gate, turn);
 }
 
 #endif

@@ -129,7 +129,7 @@ void start_block(Block &block, uint3 index, unsigned rank) {
         f.lane = i % 32;
         f.state = State::ready;
         f.phase = Phase::outside;
-        f.all_began = false;
+        f.met = 0;
         f.reached = nullptr;
         f.stack = stacks[i];
     }
@@ -178,6 +178,9 @@ bool in_statics(const unsigned char *at, size_t bytes) {
 unsigned char *same_place(Block &block, unsigned char *at) {
     if (&block == running) return at;
     return in_dynamic(at, 1) ? block.shared_base + (at - running->shared_base) : block.statics.data() + (at - statics());
+}
+unsigned char *place_in(const Block &block, unsigned char *at) {
+    return in_dynamic(at, 1) ? block.shared_base + (at - running->shared_base) : at;
 }
 
 }  // namespace simt

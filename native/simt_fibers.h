@@ -44,7 +44,7 @@ struct Fiber {
     unsigned sets = 0;    // of copies, that it has closed
     unsigned gate, turn;  // at_gate
     Phase phase;
-    bool all_began;        // it has waited at a cluster barrier
+    unsigned met;          // cluster barriers that it has waited at
     const Block *reached;  // the one it has accessed since it last arrived at such a barrier, or null
     Site reach_site;
 };
@@ -61,19 +61,26 @@ struct Warp {
 // An mbarrier with a count of one. A turn begins when the one before is over, and is over when it has been told what to
 // expect and as much has arrived.
 struct Gate {
-    const unsigned char *at;
+    const unsigned char *at;  // while its block is in place
+    uint3 block;
+    bool dynamic;  // at `offset` of dynamic shared memory, else of the __shared__ variables
+    long long offset;
+    bool of_cluster;         // for sends, not bulk copies
+    unsigned opened;         // its opener had arrived at so many cluster barriers
+    uint64_t received = 0;   // threads that have received a turn, of all turns together
     unsigned turn = 0;       // the one it is in
     unsigned seen = 0;       // a thread has returned from waiting for each turn before this one
     bool expects = false;    // this turn has been told
     long long expected = 0;  // bytes of this turn: told,
-    long long asked = 0;     // on their way or there,
+    long long asked = 0;     // asked for or sent: on their way or there,
     long long arrived = 0;   // there
     Site expect_site = {}, ask_site = {};  // of the latest
 };
 
+// Or a send, which has no source.
 struct BulkCopy {
     unsigned gate;
-    unsigned char *to;
+    unsigned char *to;  // while the block that it comes to is in place
     const unsigned char *from;
     std::vector<unsigned char> bytes;  // as they were when it was asked for
     Site site;
@@ -107,7 +114,7 @@ struct Block {
     std::vector<Warp> warps;
     unsigned ended_threads;
     bool begun;  // has been in place
-    bool stuck;  // goes on only when all have arrived at the cluster's barrier
+    bool stuck;  // goes on only when all have arrived at the cluster's barrier, or a send comes to it
     Meeting arriving, waiting;
     SharedMemory memory;
     unsigned char *shared_base;          // dynamic shared memory
@@ -153,17 +160,28 @@ bool in_dynamic(const unsigned char *at, size_t bytes);
 bool in_statics(const unsigned char *at, size_t bytes);
 // Where `block` has what the running block has at `at`, in shared memory of either kind.
 unsigned char *same_place(Block &block, unsigned char *at);
+// Where that lies while `block` is in place.
+unsigned char *place_in(const Block &block, unsigned char *at);
+
+// ---- simt_host.cpp: clusters ----
+
+// The block of this number in the cluster, which the running thread may access at `shared`, so many bytes; `sends`: by a send.
+Block &reach(Site site, const void *shared, int rank, size_t bytes, bool sends);
+// Cluster barriers that the running thread has arrived at.
+unsigned arrivals();
 
 // ---- simt_copies.cpp: copies and gates of the running block ----
 
 void start_copies(Block &block);
 // What the gates of a block say when its last thread ends.
 void check_gates();
-// Some of the bulk copies that nothing makes arrive yet.
+// Some of the bulk copies and sends that nothing makes arrive yet.
 void arrive_some();
-// Called when no fiber can go on: bulk copies of a gate that one of them waits for arrive. Returns false when there are
-// none.
+// Called when no fiber can go on: bulk copies and sends of a gate that one of them waits for arrive. Returns false when there
+// are none.
 bool arrive_awaited();
+// Whether a thread of a block waits for sends.
+bool awaits_sends(const Block &block);
 // Called when none of them ever will: throws when a fiber waits for a gate.
 void refuse_gate_waits();
 

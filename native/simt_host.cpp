@@ -125,8 +125,9 @@ const Fiber *find(const Block &block, State state) {
 }
 
 // Whether a block none of whose fibers can go on may do so when others of the cluster have: threads of it wait for those, and
-// none but them at all, or for a gate that one of them may still ask copies for.
+// none but them at all, or for a gate that one of them may still ask copies for; or threads wait for what others send.
 bool waits_for_others(const Block &block) {
+    if (awaits_sends(block)) return true;
     return find(block, State::in_cluster) && !find(block, State::at_barrier) && !find(block, State::in_warp) &&
            !find(block, State::ended);
 }
@@ -164,6 +165,7 @@ void release_barrier() {
 bool advance(Block &block, std::vector<unsigned> &order, uint64_t resumptions) {
     if (block.stuck) return false;
     put_in_place(block);
+    if (shuffled) arrive_some();  // what others have sent
     bool moved = false;
     while (block.ended_threads < block_threads) {
         if (shuffled) shuffle_order(order);
@@ -365,12 +367,13 @@ void meet(Meeting &m, Site site, const char *what) {
 
 }  // namespace
 
-void cluster_arrive(Site site) {
+namespace {
+
+void arrive_at_cluster(Site site, const char *what) {
     Fiber &self = *current;
-    if (self.phase != Phase::outside) fail(caller_name(site) + " calls cluster_arrive again without cluster_wait");
-    meet(running->arriving, site, "cluster_arrive");
+    if (self.phase != Phase::outside) fail(caller_name(site) + " calls " + what + " again without cluster_wait");
+    meet(running->arriving, site, what);
     self.phase = Phase::arrived;
-    self.reached = nullptr;
     if (++cluster_arrived < cluster.size() * block_threads) return;
     cluster_arrived = 0;
     for (Block *block : cluster) {
@@ -384,6 +387,22 @@ void cluster_arrive(Site site) {
     counters.barriers++;
 }
 
+}  // namespace
+
+void cluster_arrive(Site site) {
+    current->reached = nullptr;
+    arrive_at_cluster(site, "cluster_arrive");
+}
+
+void cluster_begin(Site site) {
+    if (current->reached)
+        fail(caller_name(site) + " calls cluster_begin, which does not publish what it has stored at " +
+             name(current->reach_site) + " to block " + name(current->reached->index));
+    arrive_at_cluster(site, "cluster_begin");
+}
+
+unsigned arrivals() { return current->met + (current->phase == Phase::outside ? 0 : 1); }
+
 void cluster_wait(Site site) {
     Fiber &self = *current;
     if (self.phase == Phase::outside) fail(caller_name(site) + " calls cluster_wait without cluster_arrive");
@@ -391,12 +410,12 @@ void cluster_wait(Site site) {
     if (self.phase == Phase::arrived) suspend(State::in_cluster);
     meet(running->waiting, site, "cluster_wait");
     self.phase = Phase::outside;
-    self.all_began = true;
+    self.met++;
 }
 
-unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
+Block &reach(Site site, const void *shared, int rank, size_t bytes, bool sends) {
     Fiber &self = *current;
-    unsigned char *const at = static_cast<unsigned char *>(const_cast<void *>(shared));
+    const unsigned char *const at = static_cast<const unsigned char *>(shared);
     if (rank < 0 || rank >= cluster_size())
         fail(caller_name(site) + " names block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_size()));
     if (reinterpret_cast<uintptr_t>(at) % bytes)
@@ -404,14 +423,20 @@ unsigned char *cluster_address(Site site, const void *shared, int rank, size_t b
     if (!in_dynamic(at, bytes) && !in_statics(at, bytes))
         fail(caller_name(site) + " names an address that is not in its shared memory");
     Block &other = *cluster[static_cast<size_t>(rank)];
-    if (&other != running) {
-        const auto what = [&] { return caller_name(site) + " accesses shared memory of block " + name(other.index); };
-        if (!self.all_began) fail(what() + " before its first cluster barrier, when that block may not have begun");
-        if (other.ended_threads) fail(what() + ", of which threads have ended");
+    if (&other == running && !sends) return other;
+    const auto what = [&] { return caller_name(site) + " accesses shared memory of block " + name(other.index); };
+    if (self.met == 0) fail(what() + " before its first cluster barrier, when that block may not have begun");
+    if (other.ended_threads) fail(what() + ", of which threads have ended");
+    if (!sends) {  // a send keeps the other from leaving: it is counted
         self.reached = &other;
         self.reach_site = site;
     }
-    return same_place(other, at);
+    return other;
+}
+
+unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes) {
+    Block &other = reach(site, shared, rank, bytes, false);
+    return same_place(other, static_cast<unsigned char *>(const_cast<void *>(shared)));
 }
 
 void run(const Launch &launch, void (*kernel)(const void *), const void *args) {

@@ -4,7 +4,8 @@
 // GPU leaves undefined: divergent barriers, lanes missing from a mask, shared memory read before it is written (poisoned with
 // 0xff before each block), shared memory of a block that may not have begun or may have left. A seed shuffles the order of
 // blocks and fibers, so that a result that depends on the order moves. Bulk copies arrive when the seed says: their destination
-// is poison until then, and each turn of their gates must be opened, expected, asked for and waited for as on sm_90. It shows no
+// is poison until then, and each turn of their gates must be opened, expected, asked for and waited for as on sm_90. The same of
+// sends between blocks. It shows no
 // races within one instruction, no missing fences between a thread's own accesses and bulk copies, no order of memory between
 // blocks, and no performance.
 #pragma once
@@ -115,6 +116,14 @@ int cluster_size();
 void cluster_arrive(Site site);
 void cluster_wait(Site site);
 unsigned char *cluster_address(Site site, const void *shared, int rank, size_t bytes);
+
+// Sends between the blocks of a cluster and their gates: see kernels/port.cuh. A send's destination is poison until it arrives,
+// as late or early as a bulk copy. Gates of a launch without clusters are not used: nobody calls these.
+void cluster_open(Site site, unsigned long long *gate);
+void cluster_begin(Site site);
+void cluster_expect(Site site, unsigned long long *gate, int bytes);
+void cluster_send(Site site, void *to, int rank, const void *from, size_t bytes, const unsigned long long *gate);
+void cluster_receive(Site site, unsigned long long *gate, unsigned turn);
 
 template <class T>
 inline uint64_t to_word(T v) {

@@ -164,6 +164,85 @@ KERNEL void t_cluster_bulk(const SelftestArgs a) {
     a.out[block * block_size() + linear_thread()] = sum;
 }
 
+// Each thread sends its total to all blocks, and four numbers to the next one, in turns to two places, each with a gate, and
+// makes its next total of what its neighbours' numbers are; nothing but gates says when. in: i32[blocks, threads].
+// Dynamic: float4[2, threads], i32[2, cluster, threads].
+KERNEL void t_cluster_send(const SelftestArgs a) {
+    __shared__ unsigned long long gates[2];
+    DYNAMIC_SHARED(dynamic);
+    const int threads = block_size(), i = linear_thread(), rank = cluster_rank(), size = cluster_size();
+    float4 *const quads = reinterpret_cast<float4 *>(dynamic);
+    int *const words = reinterpret_cast<int *>(quads + 2 * threads);
+    const int number = linear_block() * threads + i;
+    int total = a.in[number];
+    if (warp_id() == 1 % warp_count())
+        for (int turn = 0; turn < 2; turn++) cluster_open(gates + turn);
+    cluster_begin();
+    cluster_wait();
+    for (int round = 0; round < a.n; round++) {
+        float4 *const quad = quads + round % 2 * threads;
+        int *const word = words + round % 2 * size * threads;
+        unsigned long long *const gate = gates + round % 2;
+        const bool expects = warp_id() == round % warp_count();
+        if (expects && round % 3 != 0) cluster_expect(gate, 4 * size * threads + 16 * threads);
+        for (int to = 0; to < size; to++) cluster_send(word + rank * threads + i, to, total, gate);
+        cluster_send(quad + i, (rank + 1) % size,
+                     make_float4((float)(total & 0xfff), (float)i, (float)rank, (float)round), gate);
+        if (expects && round % 3 == 0) cluster_expect(gate, 4 * size * threads + 16 * threads);
+        __syncthreads();  // all have received the turn before this one
+        cluster_receive(gate, (unsigned)(round / 2));
+        const float4 four = quad[(i + 3) % threads];
+        total = (int)(four.x + 2 * four.y + 3 * four.z + 5 * four.w);
+        for (int from = 0; from < size; from++)
+            total += (int)((from + 1u) * (unsigned)word[from * threads + (i + 1) % threads]);
+    }
+    a.out[number] = total;
+}
+
+// By `n`: what may go wrong with sends; 0: nothing. Each thread of a block sends one word to the other block.
+KERNEL void t_cluster_send_fault(const SelftestArgs a) {
+    __shared__ int words[64], twice;
+    __shared__ unsigned long long gate, late, bulk;
+    DYNAMIC_SHARED(dynamic);
+    const int i = linear_thread(), other = cluster_size() - 1 - cluster_rank(), bytes = 4 * block_size();
+    const bool first = warp_id() == 0, second = cluster_rank() == 1;
+    int local = 0;
+    if (a.n == 3 ? first && second : first) cluster_open(&gate);
+    if (a.n == 15 && first) bulk_open(&bulk);
+    if (a.n == 22 && first) cluster_open(&gate);
+    if (a.n == 9) {
+        cluster_sync();
+        if (i == 0) cluster_store(&twice, other, 1);
+    }
+    cluster_begin();
+    if (a.n == 20) return;
+    if (a.n == 1) cluster_send(words + i, other, i, &gate);
+    if (a.n == 23) cluster_send(words + i, cluster_rank(), i, &gate);
+    cluster_wait();
+    if (a.n == 2) {
+        if (first) cluster_open(&late);
+        __syncthreads();
+        cluster_send(words + i, other, i, &late);
+    }
+    if (a.n == 21 && i == 0) gate = 1;
+    if (a.n == 12) cluster_send(words + i, 2, i, &gate);
+    if (a.n == 13) cluster_send(reinterpret_cast<int *>(dynamic + 2), other, i, &gate);
+    if (a.n == 14) cluster_send(&local, other, i, &gate);
+    if (first && (a.n != 5 || second)) cluster_expect(&gate, a.n == 4 ? bytes - 4 : a.n == 6 || a.n == 7 ? bytes + 4 : bytes);
+    if (a.n == 11 && warp_id() == 1) cluster_expect(&gate, bytes);
+    if (a.n == 25 && first) cluster_expect(&gate, 2);
+    if (a.n == 7 && second) return;
+    cluster_send(words + (a.n == 18 ? i / 2 : i), other, i, a.n == 15 ? &bulk : &gate);
+    if (a.n == 10) cluster_send(words + i, other, i, &gate);  // of the next turn, which nobody awaits yet
+    if (a.n == 16) local = words[63 - i] != -1;
+    if (a.n == 26) bulk_wait(&gate, 0);
+    if (a.n != 8 || i != 40) cluster_receive(&gate, a.n == 17 ? 1 : 0);
+    if (a.n == 8) __syncthreads();  // which is no reason not to receive
+    if (a.n == 19 && i == 0) cluster_expect(&gate, bytes);  // some threads may not have seen the end of this turn
+    if (a.n == 27 && !second) cluster_send(words + i, other, i, &gate);  // the other block may have left
+    a.out[linear_block() * block_size() + i] = words[63 - i] + 100 * local;
+}
+
 // Which block of a cluster runs when: out[ticket] = block, of every thread.
 KERNEL void t_cluster_order(const SelftestArgs a) {
     for (int i = 0; i < a.n; i++) {
@@ -189,6 +268,8 @@ const std::vector<Kernel> &cluster_selftest_kernels() {
         SIMT_KERNEL(t_cluster_access, SelftestArgs),
         SIMT_KERNEL(t_cluster_barrier_fault, SelftestArgs),
         SIMT_KERNEL(t_cluster_bulk, SelftestArgs),
+        SIMT_KERNEL(t_cluster_send, SelftestArgs),
+        SIMT_KERNEL(t_cluster_send_fault, SelftestArgs),
         SIMT_KERNEL(t_cluster_order, SelftestArgs),
         SIMT_KERNEL(t_cluster_overflow_fault, SelftestArgs),
     };

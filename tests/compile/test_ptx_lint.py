@@ -216,3 +216,55 @@ def test_clusters_pass(arch: str) -> None:
     store = CLUSTER.format(ahead="a.out[0].x = 1.0f;").encode()
     text = nvrtc.compile_source("planted.cu", store, headers, arch).ptx
     assert {f.rule for f in early_findings(text, {"k_norm"})} == {"access ahead of griddepcontrol.wait"}
+
+
+SENDS = """
+#include "port.cuh"
+struct Args { float4 *out; };
+KERNEL void k_norm(const Args a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned long long gate;
+    float4 *const f = (float4 *)shared;
+    if (warp_id() == 0) cluster_open(&gate);
+    cluster_begin();
+    if (warp_id() == 0) cluster_expect(&gate, 24);
+    cluster_wait();
+    const int next = (cluster_rank() + 1) % cluster_size();
+    if (threadIdx.x == 0) {
+        cluster_send((float *)f, next, 1.0f, &gate);
+        cluster_send((int *)f + 1, next, 1, &gate);
+        cluster_send(f + 1, next, make_float4(1.0f, 2.0f, 3.0f, 4.0f), &gate);
+    }
+    cluster_receive(&gate, 0);
+    wait_for_previous();
+    a.out[threadIdx.x] = f[0];
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_sends_of_a_cluster_pass(arch: str) -> None:
+    text = nvrtc.compile_source("planted.cu", SENDS.encode(), kernel_sources().headers, arch).ptx
+    assert rules(text) == set()
+    if arch == "sm_80":
+        assert "bar.sync" in text
+        assert not any(word in text for word in ("cluster", "mbarrier", "async"))
+        return
+    send = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    expected = {
+        "mbarrier.init.shared::cta.b64": 1,
+        "fence.mbarrier_init.release.cluster": 1,
+        "barrier.cluster.arrive.relaxed.aligned": 1,
+        "barrier.cluster.wait.acquire.aligned": 1,
+        "mbarrier.arrive.expect_tx.shared::cta.b64": 1,
+        f"{send}.b32": 2,
+        f"{send}.v4.b32": 1,
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64": 1,
+        # The plain forms, of a launch without clusters, where there is no st.async.
+        "bar.sync": 1,
+        "barrier.cluster.arrive.release": 0,
+        "fence.acq_rel": 0,
+    }
+    assert {instruction: text.count(instruction) for instruction in expected} == expected
+    # Like stores to shared memory of the cluster: of this launch.
+    assert early_findings(text, {"k_norm"}) == []

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kestrel.cuda import device
@@ -218,6 +219,79 @@ KERNEL void k_cluster(const ClusterArgs a) {
 
 class ClusterArgs(ctypes.Structure):
     _fields_ = [("out", ctypes.c_uint64)]
+
+
+# out[block][thread] += a total, made anew in each turn of what the blocks have sent: each thread a word to
+# all blocks, and four to the next one, ordered by nothing but gates.
+SENDS = b"""
+#include "port.cuh"
+struct SendArgs { int *out; int turns, reserved; };
+KERNEL void k_sends(const SendArgs a) {
+    DYNAMIC_SHARED(shared);
+    __shared__ unsigned long long gates[2];
+    const int i = threadIdx.x, n = blockDim.x, size = cluster_size(), rank = cluster_rank();
+    float4 *const quads = (float4 *)shared;  // float4[2, n]
+    int *const words = (int *)(quads + 2 * n);  // i32[2, size, n]
+    if (warp_id() == 0)
+        for (int gate = 0; gate < 2; gate++) cluster_open(gates + gate);
+    cluster_begin();
+    wait_for_previous();
+    start_next();
+    cluster_wait();
+    int total = 0;
+    for (int turn = 0; turn < a.turns; turn++) {
+        const int side = turn % 2, value = total + (int)blockIdx.x + i;
+        unsigned long long *const gate = gates + side;
+        if (warp_id() == 1) cluster_expect(gate, (4 * size + 16) * n);
+        for (int to = 0; to < size; to++) cluster_send(words + (side * size + rank) * n + i, to, value, gate);
+        const float4 quad = make_float4((float)(value & 255), (float)rank, (float)turn, (float)i);
+        cluster_send(quads + side * n + i, (rank + 1) % size, quad, gate);
+        __syncthreads();
+        cluster_receive(gate, turn / 2);
+        const float4 got = quads[side * n + (i + 1) % n];
+        total = (int)(got.x + 2.0f * got.y + 3.0f * got.z + 5.0f * got.w);
+        for (int from = 0; from < size; from++)
+            total += (from + 1) * words[(side * size + from) * n + (i + 1) % n] & 0xffff;
+    }
+    a.out[blockIdx.x * n + i] += total;
+}
+"""
+
+
+class SendArgs(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_uint64), ("turns", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+
+def sent(cluster: int, threads: int, turns: int) -> npt.NDArray[np.int64]:
+    """What k_sends adds to out, of 32 blocks."""
+    block = np.arange(32).reshape(-1, cluster, 1)
+    rank, i = np.arange(cluster)[:, None], np.arange(threads)
+    total = np.zeros((32 // cluster, cluster, threads), np.int64)
+    for turn in range(turns):
+        value = total + block + i
+        quad = (value & 255) + 2 * rank + 3 * turn + 5 * i
+        words = ((rank + 1) * value & 0xFFFF).sum(1, keepdims=True)
+        total = np.roll(np.roll(quad, 1, axis=1), -1, axis=2) + np.roll(words, -1, axis=2)
+    return total.reshape(32, threads)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("turns", [1, 2, 9, 1000])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_blocks_of_a_cluster_send_values(
+    cluster: int, turns: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "PROGRAMMATIC", frozenset({"k_sends"} if early else ()))
+    backend = CudaBackend(0, sources=KernelSources({"planted.cu": SENDS}, kernel_sources().headers))
+    if cluster > backend.tuning.max_cluster:
+        backend.close()
+        pytest.skip("this GPU has no clusters")
+    threads = 128
+    out = backend.zeros((32, threads), np.int32)
+    args, shared = SendArgs(out.ptr, turns, 0), 2 * (16 + 4 * cluster) * threads
+    nine_times(backend, Launch("k_sends", (32, 1, 1), (threads, 1, 1), shared, args, cluster))
+    np.testing.assert_array_equal(backend.read(out), 9 * sent(cluster, threads, turns))
+    backend.close()
 
 
 @pytest.mark.parametrize("early", [False, True])

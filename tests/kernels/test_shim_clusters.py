@@ -235,3 +235,100 @@ def test_reads_and_writes_ahead_of_a_bulk_copy_while_other_blocks_run() -> None:
     np.testing.assert_array_equal(out, expected - 1)  # poison, -1
     with pytest.raises(RuntimeError, match=r"the destination of the bulk copy .* while it was on its way"):
         bulk(4, 0)
+
+
+# -- sends ---------------------------------------------------------------------------------------------------
+
+
+def run_sends(
+    cluster: int, threads: int, seed: int, rounds: int = ROUNDS, gates: bool = True
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """What t_cluster_send makes of its input, and what it should."""
+    shape = (2, cluster, threads)
+    source = np.random.default_rng(seed).integers(0, 1000, shape).astype(np.int32)
+    shared = 2 * (16 + 4 * cluster) * threads
+    geometry = {"grid": (2 * cluster, 1, 1), "block": (threads, 1, 1), "shared": shared, "cluster": cluster}
+    out = ints(*shape)
+    launch("t_cluster_send", out, source, n=rounds, seed=seed, gates=gates, **geometry)  # type: ignore[arg-type]
+    total = source.astype(np.int64)
+    i, rank = np.arange(threads), np.arange(cluster)[:, None]
+    for turn in range(rounds):
+        quad = (total & 0xFFF) + 2 * i + 3 * rank + 5 * turn
+        words = ((rank + 1) * total).sum(1, keepdims=True)
+        total = np.roll(np.roll(quad, 1, axis=1), -3, axis=2) + np.roll(words, -1, axis=2)
+        total = total.astype(np.int32).astype(np.int64)
+    return out, total.astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("cluster", "threads"), [(1, 64), (2, 32), (3, 32), (4, 64), (8, 96), (8, 256)])
+def test_blocks_of_a_cluster_send_values(cluster: int, threads: int, seed: int) -> None:
+    np.testing.assert_array_equal(*run_sends(cluster, threads, seed))
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 9])
+def test_any_number_of_turns_of_sends(rounds: int) -> None:
+    for seed in range(8):
+        np.testing.assert_array_equal(*run_sends(2, 64, seed, rounds=rounds))
+
+
+def test_sends_below_sm_90_are_plain_stores() -> None:
+    for seed in range(3):
+        np.testing.assert_array_equal(*run_sends(1, 64, seed, gates=False))
+
+
+OF_GATE = r"turn 0 \(parity 0\) of the gate at byte \d+ of static shared memory of block \(\d,0,0\)"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("n", "message"),
+    [
+        (1, "before its first cluster barrier, when that block may not have begun"),
+        (
+            2,
+            "that was opened behind the last cluster barrier, which that block may not have opened yet|"
+            r"uses a gate, of block \(\d,0,0\), that nobody has opened yet",
+        ),
+        (3, "uses a gate.* that nobody has opened yet"),
+        (4, f"{OF_GATE} expects 252 bytes, and more were sent: 256|which is in turn|begins turn"),
+        (5, f"deadlock: thread .* for {OF_GATE}, which expects nothing yet; 256 bytes were sent"),
+        (6, f"deadlock: thread .* for {OF_GATE}, which expects 260 bytes, of which 256 were sent"),
+        (
+            7,
+            f"ended without waiting for {OF_GATE}|ended while {OF_GATE} expects .* that nobody has sent|"
+            "of which threads have ended",
+        ),
+        (8, "and not all of its threads have received each turn"),
+        (9, r"calls cluster_begin, which does not publish what it has stored at .* to block \(\d,0,0\)"),
+        (10, "and more were sent|before anyone has waited for the one before|has been written while"),
+        (11, "a second time what to expect"),
+        (12, "names block 2 of a cluster of 2"),
+        (13, "4 bytes that are not aligned"),
+        (14, "not in its shared memory"),
+        (15, "uses a gate of bulk copies for sends"),
+        (17, r"waits for turn 1 .* of block \(\d,0,0\), which is in turn 0"),
+        (19, "expects before all threads have received the one before"),
+        (20, "ended between cluster_arrive and cluster_wait"),
+        (21, "whose memory has been written since it was opened"),
+        (22, "opens a gate a second time"),
+        (23, "before its first cluster barrier"),
+        (25, "expects 2 bytes, no multiple of 4|a second time what to expect"),
+        (26, "uses a gate of sends for bulk copies"),
+        (27, "of which threads have ended|and more were sent|that .* does not expect|begins turn"),
+    ],
+)
+def test_a_mistake_with_sends_is_seen(n: int, message: str, seed: int) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        cluster_launch("t_cluster_send_fault", n, seed)
+    np.testing.assert_array_equal(*run_sends(2, 64, seed))  # nothing is left behind
+
+
+def test_reads_and_writes_ahead_of_a_send() -> None:
+    good = np.tile(63 - np.arange(64), (2, 1))
+    np.testing.assert_array_equal(cluster_launch("t_cluster_send_fault", 0), good)
+    np.testing.assert_array_equal(
+        cluster_launch("t_cluster_send_fault", 16), good
+    )  # poison until it is received
+    with pytest.raises(RuntimeError, match=r"the destination of the send .* while it was on its way"):
+        cluster_launch("t_cluster_send_fault", 18)
