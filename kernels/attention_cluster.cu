@@ -20,14 +20,25 @@ struct GroupParts {
         return shares + (chunk * ((all + size - 1) / size) + q / size) * SHARE_PITCH;
     }
 
+    // What hand_over sends to block `side` of a chunk, by all blocks together.
+    DEVICE_MEMBER int bytes(int side, int hd) const {
+        int quads = (all - side + size - 1) / size * (SHARE_PITCH / 4);
+        if (hd % 32 != 0) {
+#pragma unroll 1
+            for (int q = side; q < all; q += size)
+                if ((q + 1) % of_head == 0) quads -= (32 - hd % 32) / 4;  // the last part of a head
+        }
+        return 16 * quads;
+    }
+
     // A chunk's states, f32[heads, hd + 4] in shared memory, to the blocks that merge them.
-    DEVICE_MEMBER void hand_over(const float *states, int chunk, int hd) const {
+    DEVICE_MEMBER void hand_over(const float *states, int chunk, int hd, unsigned long long *gate) const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < all * (SHARE_PITCH / 4); i += UNIT_THREADS) {
             const int q = i / (SHARE_PITCH / 4), quad = i - q * (SHARE_PITCH / 4), j = q / of_head;
             const int at = quad == 8 ? hd : 32 * (q - j * of_head) + 4 * quad;  // m, l behind the elements
-            const float4 four = *(const float4 *)(states + j * (hd + 4) + (at <= hd ? at : hd));
-            if (at <= hd) cluster_store((float4 *)share(chunk, q) + quad, q % size, four);
+            const float4 four = *(const float4 *)(states + j * (hd + 4) + (at < hd ? at : hd));
+            if (at < hd || quad == 8) cluster_send((float4 *)share(chunk, q) + quad, q % size, four, gate);
         }
     }
 
@@ -54,13 +65,16 @@ struct GroupParts {
     }
 };
 
-// HD: the head size, where it is known. W: words of a head of 16 * W elements.
-template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shared, int block) {
+// HD: the head size, where it is known. W: words of a head of 16 * W elements. gate: of the shares of all chunks.
+template <int W, int HD>
+DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shared, unsigned long long *gate, int block) {
     const AttentionStageArgs &st = c.stage;
     const AttentionArgs &a = st.attn;
     const int hd = HD != 0 ? HD : a.hd, HS = c.heads;
     const int size = cluster_size(), side = cluster_rank(), cluster = block / size;
     const UnitShared sh = unit_shared(shared, hd);
+    if (warp_id() == 0) cluster_open(gate);
+    cluster_begin();
     copy_exp_table(sh.exp_table);
     const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
     const int per_kv = a.nh / a.nkv, groups = (per_kv + HS - 1) / HS;
@@ -77,14 +91,14 @@ template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArg
     u.stores_q = side == 0;
     u.stores_kv = head == 0;
     const GroupParts parts((float *)(shared + c.behind), u.heads, hd, size);
-    cluster_arrive();
+    if (warp_id() == 0) cluster_expect(gate, u.chunks * parts.bytes(side, hd));
     UnitStart<W / 4> start;
     start.begin(st, pos, HS, hd);
     bool begun = false;  // the other blocks have
     unit_chunks<W>(st, sh, u, hd, start, [&](int) { return sh.s; }, [&](int chunk) {
         if (!begun) cluster_wait();
         begun = true;
-        parts.hand_over(sh.s, chunk, hd);
+        parts.hand_over(sh.s, chunk, hd, gate);
         __syncthreads();  // the next chunk's scores take the place of these states
     });
     if (!begun) {  // more blocks than chunks
@@ -92,16 +106,18 @@ template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArg
         wait_for_previous();
         cluster_wait();
     }
-    cluster_sync();
+    cluster_receive(gate, 0);  // a block that has all its shares may end: none of its own are waited for
     parts.merge(st, u.h0, u.chunks, side);
 }
 
 // 256 threads. Dynamic shared: UnitShared, the shares of GroupParts. For head sizes of 128 and up to 128.
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
+    __shared__ unsigned long long gate;
     DYNAMIC_SHARED(shared);
-    attention_cluster<8, 128>(a, shared, blockIdx.x);
+    attention_cluster<8, 128>(a, shared, &gate, blockIdx.x);
 }
 KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
+    __shared__ unsigned long long gate;
     DYNAMIC_SHARED(shared);
-    attention_cluster<8, 0>(a, shared, blockIdx.x);
+    attention_cluster<8, 0>(a, shared, &gate, blockIdx.x);
 }
