@@ -43,7 +43,6 @@ DEVICE void take_item(Unit &u, const Cut &cut, int item) {
 }
 
 #define MERGE_GROUP 8
-#define MERGE_PITCH 64                            // f32[4] of a head: those of all fit the place of K and V of any hd
 #define MERGE_CHUNKS (MERGE_PITCH - MERGE_GROUP)  // of a round: what lies behind the last one is read, too
 
 // Neighbouring chunks of a merge: four elements of their states.

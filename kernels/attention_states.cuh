@@ -6,78 +6,52 @@
 #include "attention_result.cuh"
 #include "attention_unit.cuh"
 
-// This lane's share of a row of hd int8 in shared memory: every fourth 16-byte unit, or where rows are not made of 64
-// bytes every fourth word. Which elements they are does not matter to a dot, as long as both factors agree. t: the row's
-// number in sh.k8, 0 for other rows.
-template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, int part, unsigned *words) {
-    if (hd % 64 == 0) {
-#pragma unroll
-        for (int j = 0; j < W / 4; j++) {
-            if (64 * j < hd) {
-                const uint4 v = *(const uint4 *)(rows + row_place(hd, t, part + 4 * j));
-                words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
-            }
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < W; j++)
-            if (16 * j < hd) words[j] = ((const unsigned *)(rows + t * hd))[part + 4 * j];
-    }
-}
-
-// The score of this thread's position by a single head; the maxima by warp in sh.totals.
-DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
-    const int t = threadIdx.x;
-    const signed char *const row = sh.k8 + t * hd;
-    const int turn = row_place(hd, t, 0) - t * hd;
-    int dots[2] = {DOT_BIAS, 0};
-#pragma unroll 8
-    for (int at = 0; at < hd; at += 16) {
-        const int4 k = *(const int4 *)(row + (at ^ turn)), q = *(const int4 *)(sh.q8 + at);
-        dots[0] = __dp4a(k.x, q.x, dots[0]);
-        dots[1] = __dp4a(k.y, q.y, dots[1]);
-        dots[0] = __dp4a(k.z, q.z, dots[0]);
-        dots[1] = __dp4a(k.w, q.w, dots[1]);
-    }
-    const float score = t < count ? biased_dot(dots[0] + dots[1]) * (sh.qs[0] * sh.ks[t]) : MINUS_INFINITY;
-    const unsigned total = warp_max_key(score);
-    if (lane_id() == 0) sh.totals[warp_id()] = total;
-    return score;
-}
-
-// s[j][t] of the chunk, a warp to 32 positions of eight heads, in int8. What lies past the heads makes scores that nobody reads.
-template <int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
-    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + group;
-    unsigned q8[W] = {};  // of head `group`
-    unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
-    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
-    float ks[4];            // of positions first + 8 * i
-    unsigned k8[4][W] = {};  // their rows
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        ks[i] = sh.ks[first + 8 * i];
-        unit_words<W>(sh.k8, hd, first + 8 * i, part, k8[i]);
-    }
+// Scores of the chunk, a warp to 32 positions, in int8: of several heads s[j][t], eight at a time; what lies past the heads makes
+// scores that nobody reads. Of a single head this thread's, the one of position threadIdx.x, for then all eight columns of the
+// products are that head's; the maxima by warp are in sh.totals.
+template <int W> DEVICE float unit_scores(const UnitShared &sh, int HS, int hd, int count, const UnitKeys<W> &keys) {
+    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + 4 * group;
+    const signed char *const q = sh.q8 + (HS == 1 ? 0 : group) * hd;
     int dots[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) dots[i / 4][i % 4] = DOT_BIAS;
 #pragma unroll
-    for (int step = 0; step < W / 2; step++) {
+    for (int j = 0; j < W / 4; j++) {
+        if (64 * j < hd) {
+            const int at = 16 * part + 64 * j;
+            uint4 q8 = make_uint4(0u, 0u, 0u, 0u);  // where there is nothing of q, there may be anything of K
+            if (at < hd) q8 = *(const uint4 *)(q + at);
+            const unsigned low[2] = {q8.x, q8.y}, high[2] = {q8.z, q8.w};
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            if (32 * step < hd) {
-                const unsigned *const even = k8[2 * tile] + 2 * step, *const odd = k8[2 * tile + 1] + 2 * step;
-                const unsigned ka[4] = {even[0], odd[0], even[1], odd[1]};
-                mma_s8(dots[tile], ka, q8 + 2 * step);
+            for (int tile = 0; tile < 2; tile++) {  // positions first + 2 * tile and the next one
+                const uint4 even = keys.rows[2 * tile][j], odd = keys.rows[2 * tile + 1][j];
+                const unsigned k_low[4] = {even.x, odd.x, even.y, odd.y}, k_high[4] = {even.z, odd.z, even.w, odd.w};
+                mma_s8(dots[tile], k_low, low);
+                mma_s8(dots[tile], k_high, high);
             }
         }
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {  // head 2 * part + i % 2, position t
-        const int row = i / 2, t = first + 8 * row;
-        const float score = biased_dot(dots[row / 2][2 * (row % 2) + i % 2]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[row]);
-        sh.s[(2 * part + i % 2) * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
+    if (HS == 1) {
+        const int even = part < 2 ? dots[0][0] : dots[1][0], odd = part < 2 ? dots[0][2] : dots[1][2], t = threadIdx.x;
+        const float score = t < count ? biased_dot(part % 2 == 0 ? even : odd) * (sh.qs[0] * sh.ks[t]) : MINUS_INFINITY;
+        const unsigned total = warp_max_key(score);
+        if (lane_id() == 0) sh.totals[warp_id()] = total;
+        return score;
     }
+    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
+    const float4 ks = *(const float4 *)(sh.ks + first);
+    const float scale[4] = {ks.x, ks.y, ks.z, ks.w};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // head 2 * part + i
+        float s[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float score = biased_dot(dots[n / 2][n % 2 * 2 + i]) * ((i == 0 ? qs.x : qs.y) * scale[n]);
+            s[n] = first + n < count ? score : MINUS_INFINITY;
+        }
+        *(float4 *)(sh.s + (2 * part + i) * UNIT_PITCH + first) = make_float4(s[0], s[1], s[2], s[3]);
+    }
+    return 0.0f;
 }
 
 // Which head a warp works on, and the first of its stripes.
@@ -185,8 +159,9 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
     const AttentionArgs &a = st.attn;
     const int HS = start.HS, pos = start.pos;
     UnitScales scales = unit_scales(a, u, u.slot);
-    unit_fetch<false>(a, sh, hd, u, u.slot);
-    unit_fetch<true>(a, sh, hd, u, u.slot);
+    UnitKeys<W> keys;
+    keys.ask(a, hd, u, u.slot);
+    unit_fetch(a, sh, hd, u, u.slot);
 #pragma unroll 1
     for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
         const int next = chunk + u.slots;
@@ -222,16 +197,14 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
         }
         if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
         if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
-        copy_wait_closed();  // K
         __syncthreads();
-        float score = 0.0f;
-        if (HS == 1)
-            score = unit_score_one(sh, hd, count);
-        else
-            unit_scores<W>(sh, hd, count);
+        keys.place(sh.new_row, hd, t_new);
+        const float score = unit_scores<W>(sh, HS, hd, count, keys);
         __syncthreads();
-        scales = unit_scales(a, u, next);
-        unit_fetch<false>(a, sh, hd, u, next);  // K has done its work, and V has when the states are made
+        if (next < u.chunks) {  // K has done its work, and V has when the states are made
+            scales = unit_scales(a, u, next);
+            keys.ask(a, hd, u, next);
+        }
         if (HS == UNIT_HEADS)
             unit_soften_all(sh);
         else if (HS == 4)
@@ -240,11 +213,11 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
             unit_soften_some<2>(sh);
         else
             unit_soften_one(sh, score);
-        copy_wait_closed();  // V
+        copy_wait_all();  // V
         __syncthreads();
         unit_states<W>(sh, u, HS, hd, states);
         __syncthreads();
-        unit_fetch<true>(a, sh, hd, u, next);
+        unit_fetch(a, sh, hd, u, next);
         made(chunk);
     }
 }

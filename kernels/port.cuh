@@ -76,6 +76,15 @@ DEVICE uint4 load_l2(const uint4 *p) {
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+// The same where there is something to load; elsewhere anything, for which no register need be written.
+DEVICE uint4 load_l2_where(bool there, const uint4 *p) {
+    uint4 v;
+    asm volatile("{\n\t.reg .pred %%there;\n\tsetp.ne.s32 %%there, %5, 0;\n\t"
+                 "@%%there ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "r"((int)there));
+    return v;
+}
 DEVICE float4 load_l2(const float4 *p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
@@ -292,6 +301,7 @@ DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float2 load_l2(const float2 *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
+DEVICE uint4 load_l2_where(bool there, const uint4 *p) { return there ? *p : make_uint4(~0u, ~0u, ~0u, ~0u); }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
