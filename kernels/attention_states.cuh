@@ -59,7 +59,9 @@ struct UnitPart {
     int head, first;
 };
 DEVICE UnitPart unit_part(int HS) {
-    return {warp_id() * HS / UNIT_WARPS, warp_id() * HS % UNIT_WARPS};
+    int stripe = warp_id() * HS;
+    settle(stripe);  // or what follows from it is kept in registers from unit to unit
+    return {stripe / UNIT_WARPS, stripe % UNIT_WARPS};
 }
 
 // Scores of eight heads to the codes, each by one warp, which waits for no other.
@@ -136,65 +138,67 @@ template <int W> DEVICE void unit_states(const UnitShared &sh, const Unit &u, in
 }
 
 // What a block has at hand for its units from the stage's beginning.
-template <int N> struct UnitStart {
-    int pos;              // of the row
-    int HS;               // query heads of a unit
-    RowWeights<N> weights;  // of this warp's first row
-    float inverse_hd;
-    bool waited;          // for the kernel before
-
-    DEVICE_MEMBER void begin(const AttentionStageArgs &st, int position, int heads, int hd) {
-        pos = position, HS = heads, waited = false;
-        weights = unit_row_weights<N>(st, HS, warp_id());
-        inverse_hd = 1.0f / (float)hd;
-    }
+struct UnitStart {
+    int HS;       // query heads of a unit
+    bool waited;  // for the kernel before
 };
 
-// The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call lets the next kernel
-// begin, and waits for the one before, when all that does not need it is under way. made(chunk) is called when a chunk's states
-// are there, behind a barrier.
+// The rows of a unit, of whose first chunk the new row has position t_new. first: weights of this warp's first row. The first
+// call lets the next kernel begin, and waits for the one before, when all that does not need it is under way.
+template <int N>
+DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart &start,
+                      const RowWeights<N> &first, int t_new) {
+    const int HS = start.HS;
+    int last = u.slot;  // of the unit's chunks
+#pragma unroll 1
+    while (last + u.slots < u.chunks) last += u.slots;
+    const bool has_new = last == u.chunks - 1;
+    const int rows = has_new ? HS + 2 : HS;
+    RowSource source = unit_row_source<N>(st, u, HS, hd, warp_id(), rows);
+    settle(source.at);  // ahead of the wait for what lies there
+    settle(source.has);
+    const float inverse_hd = 1.0f / (float)hd;
+    if (!start.waited) {
+        unit_angles(st.rope, hd, u.pos, sh.angle);
+        __syncthreads();
+        start_next();
+        wait_for_previous();
+        start.waited = true;
+    }
+    RowValues<N> x = unit_row_load<N>(source, hd);
+#pragma unroll 1
+    for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
+        RowWeights<N> weights = first;
+        if (row >= UNIT_WARPS) {
+            weights = unit_row_weights<N>(st, HS, hd, row);
+            x = unit_row_load<N>(unit_row_source<N>(st, u, HS, hd, row, rows), hd);
+        }
+        unit_row(st, sh, u, HS, hd, row, x, weights, inverse_hd, t_new, u.stores_q, has_new && u.stores_kv);
+    }
+}
+
+// The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call waits (unit_rows).
+// made(chunk) is called when a chunk's states are there, behind a barrier.
 template <int W, class States, class Made>
-DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart<W / 4> &start,
+DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart &start,
                         const States &states_of, const Made &made) {
     const AttentionArgs &a = st.attn;
-    const int HS = start.HS, pos = start.pos;
-    UnitScales scales = unit_scales(a, u, u.slot);
+    const int HS = start.HS;
+    int chunk = u.slot;
+    if (chunk >= u.chunks) return;
+    const RowWeights<W / 4> weights = unit_row_weights<W / 4>(st, HS, hd, warp_id());
+    UnitScales scales = unit_scales(a, u, chunk);
     UnitKeys<W> keys;
-    keys.ask(a, hd, u, u.slot);
-    unit_fetch(a, sh, hd, u, u.slot);
+    keys.ask(a, hd, u, chunk);
+    unit_fetch(a, sh, hd, u, chunk);
+    float *states = states_of(chunk);
+    settle(states);  // ahead of the wait
+    unit_rows(st, sh, u, hd, start, weights, u.pos - chunk * CHUNK);
 #pragma unroll 1
-    for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
+    for (;;) {
         const int next = chunk + u.slots;
-        const int t_new = pos - chunk * CHUNK;  // past the chunk unless it is the last
+        const int t_new = u.pos - chunk * CHUNK;  // past the chunk unless it is the last
         const int count = t_new < CHUNK ? t_new + 1 : CHUNK;
-        float *states = states_of(chunk);
-        settle(states);  // ahead of the wait
-        if (chunk == u.slot) {
-            const bool has_new = u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
-            const int rows = has_new ? HS + 2 : HS;
-            RowSource source = unit_row_source<W / 4>(st, u, HS, warp_id(), rows);
-            settle(source.at);  // ahead of the wait for what lies there
-            settle(source.has);
-            if (!start.waited) {
-                unit_angles(st.rope, pos, sh.angle);
-                __syncthreads();
-                start_next();
-                wait_for_previous();
-                start.waited = true;
-            }
-            RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
-#pragma unroll 1
-            for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
-                RowWeights<W / 4> weights = start.weights;
-                if (row >= UNIT_WARPS) {
-                    weights = unit_row_weights<W / 4>(st, HS, row);
-                    x = unit_row_load<W / 4>(unit_row_source<W / 4>(st, u, HS, row, rows), a.hd);
-                }
-                unit_row(st, sh, u, HS, row, x, weights, start.inverse_hd, t_new, u.stores_q, has_new && u.stores_kv);
-            }
-        } else if (t_new < CHUNK) {
-            unit_place_row(sh, hd, t_new);
-        }
         if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
         if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
         __syncthreads();
@@ -219,12 +223,16 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
         __syncthreads();
         unit_fetch(a, sh, hd, u, next);
         made(chunk);
+        chunk = next;
+        if (chunk >= u.chunks) break;
+        states = states_of(chunk);
+        if (u.pos - chunk * CHUNK < CHUNK) unit_place_row(sh, hd, u.pos - chunk * CHUNK);
     }
 }
 
 // The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
-DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
-    const int hd = st.attn.hd, parts = (hd + 31) / 32;
+DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, int hd, const float *states) {
+    const int parts = (hd + 31) / 32;
     int j = 0, part = warp_id();
 #pragma unroll 1
     while (true) {
@@ -232,7 +240,7 @@ DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float 
         for (; part >= parts; part -= parts) j++;
         if (j >= u.heads) break;
         const float *const state = states + j * (hd + 4);
-        store_result(st, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
+        store_result(st, hd, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
         part += UNIT_WARPS;
     }
 }

@@ -59,6 +59,9 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     return sh;
 }
 
+// a / b, neither negative: shorter than a division that minds signs.
+DEVICE int whole_quotient(int a, int b) { return (int)((unsigned)a / (unsigned)b); }
+
 // What a unit works on.
 struct Unit {
     int kv, h0, heads;   // KV head, first query head, query heads (at most HS)
@@ -192,9 +195,9 @@ template <int N> struct RowWeights {
     float w0[N], w1[N];
 };
 
-template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs &st, int HS, int row) {
+template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs &st, int HS, int hd, int row) {
     RowWeights<N> rw;
-    const int half = st.attn.hd / 2, e = lane_element<N>();
+    const int half = hd / 2, e = lane_element<N>();
     const float *const w = row < HS ? st.q_norm.w : st.k_norm.w;  // f32[hd]
 #pragma unroll
     for (int n = 0; n < N; n++) rw.w0[n] = rw.w1[n] = 1.0f;
@@ -206,8 +209,8 @@ template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs 
 }
 
 // cos and sin of the row's angles; allowed before the stage's wait.
-DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
-    const int half = rope.hd / 2;
+DEVICE void unit_angles(const RopeArgs &rope, int hd, int pos, float *angle) {
+    const int half = hd / 2;
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * half; i += UNIT_THREADS) {
         const float turn = (float)pos * load_weight(rope.inv_freq + i % half);
@@ -221,8 +224,9 @@ struct RowSource {
     int has;
 };
 
-template <int N> DEVICE RowSource unit_row_source(const AttentionStageArgs &st, const Unit &u, int HS, int row, int rows) {
-    const int hd = st.attn.hd, e = lane_element<N>();
+template <int N>
+DEVICE RowSource unit_row_source(const AttentionStageArgs &st, const Unit &u, int HS, int hd, int row, int rows) {
+    const int e = lane_element<N>();
     RowSource s;
     s.at = (row < HS ? st.attn.q + (u.h0 + row) * hd : (row == HS ? st.kv.k : st.kv.v) + u.kv * hd) + e;
     s.has = e < hd / 2 && row < rows && (row < u.heads || row >= HS);
@@ -248,16 +252,16 @@ template <int N> DEVICE RowValues<N> unit_row_load(const RowSource &source, int 
 // row, quantised; V and both scales also go to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's
 // part of the raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
 template <int N>
-DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row, const RowValues<N> &x,
-                     const RowWeights<N> &rw, float inverse_hd, int t_new, bool store_q, bool store_new) {
-    const int hd = st.attn.hd, half = hd / 2, lane = lane_id(), e = lane_element<N>();
+DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int hd, int row,
+                     const RowValues<N> &x, const RowWeights<N> &rw, float inverse_hd, int t_new, bool store_q, bool store_new) {
+    const int half = hd / 2, lane = lane_id(), e = lane_element<N>();
     const bool is_q = row < HS, is_v = row == HS + 1, has = e < half;
     const bool real = !is_q || row < u.heads;
     float x0[N], x1[N];
 #pragma unroll
     for (int n = 0; n < N; n++) x0[n] = x.x0[n], x1[n] = x.x1[n];
     const bool store = has && (is_q ? store_q : store_new);
-    const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd + e;  // in normed and roped
+    const int tap = (is_q ? u.h0 + row : st.attn.nh + u.kv) * hd + e;  // in normed and roped
     if (real && !is_v) {
         if (st.has_norm) {
             float ss = 0.0f;

@@ -166,14 +166,14 @@ def test_the_last_block_of_a_head_group_merges(heads: tuple[int, int], chunks: i
         )
 
 
-@pytest.mark.parametrize("chunks", [8, 9, 10, 16, 17, 18, 24, 25, 26, 32, 33, 34, 65])
+@pytest.mark.parametrize("chunks", [4, 5, 6, 8, 9, 10, 12, 13, 14, 16, 17, 18, 32, 33, 34, 61, 65])
 def test_groups_of_a_merge(chunks: int) -> None:
-    """Chunks go by in groups of eight behind the first, their factors in groups of 32."""
+    """Chunks go by in groups of four behind the first, their factors in groups of 32."""
     for blocks in (2, 3 * chunks):
         compare(chunks * CHUNK - 9, "rising", blocks=blocks, seed=chunks, heads=2, kv_heads=1, head_dim=16)
 
 
-@pytest.mark.parametrize("chunks", [187, 188, 380])
+@pytest.mark.parametrize("chunks", [60, 61, 121, 188, 380])
 @pytest.mark.parametrize("order", ["any", "rising"])
 def test_more_chunks_than_a_merge_round_takes(order: str, chunks: int) -> None:
     compare(chunks * CHUNK - 3, order, blocks=7, seed=chunks, heads=2, kv_heads=1, head_dim=16)
