@@ -214,7 +214,7 @@ DEVICE void unit_angles(const RopeArgs &rope, int hd, int pos, float *angle) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * half; i += UNIT_THREADS) {
         const float turn = (float)pos * load_weight(rope.inv_freq + i % half);
-        angle[i] = (i < half ? cos_form(turn) : sin_form(turn)) * rope.factor;
+        angle[i] = cos_or_sin_form(turn, i < half) * rope.factor;
     }
 }
 
