@@ -96,11 +96,11 @@ template <int W, int HD> DEVICE void attention_cluster(const AttentionClusterArg
 }
 
 // 256 threads. Dynamic shared: UnitShared, the shares of GroupParts. For head sizes of 128 and up to 128.
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
     DYNAMIC_SHARED(shared);
     attention_cluster<8, 128>(a, shared, blockIdx.x);
 }
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
     DYNAMIC_SHARED(shared);
     attention_cluster<8, 0>(a, shared, blockIdx.x);
 }

@@ -192,11 +192,11 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
 }
 
 // 256 threads. Dynamic shared: UnitShared. For head sizes of 128, up to 128, and up to 256.
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<8, 128>(a, shared, blockIdx.x, gridDim.x);
 }
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<8, 0>(a, shared, blockIdx.x, gridDim.x);
 }

@@ -6,6 +6,9 @@
 #include "attention_chunk.cuh"
 
 #define UNIT_THREADS CHUNK
+// What kernels name as the most threads of a block, of which two are to fit: so they get 96 registers, not 128, and a block
+// finds room beside those of the kernels before and behind, which run at the same time.
+#define UNIT_BOUND 320
 #define UNIT_WARPS (UNIT_THREADS / 32)
 #define UNIT_HEADS 8                // query heads of a unit, at most
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
