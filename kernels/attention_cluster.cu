@@ -9,15 +9,16 @@
 // A part is 32 elements of a head, or what is left of it. Part q of a group, those of its first head first, is merged by warp
 // q / size of block q % size.
 struct GroupParts {
-    int of_head, all, size;
-    float *shares;  // f32[chunks, ceil(all / size), SHARE_PITCH], in every block
+    int of_head, all, size, most;  // most: parts of a block
+    float *shares;                 // f32[chunks, most, SHARE_PITCH], in every block
 
     DEVICE_MEMBER GroupParts(float *memory, int heads, int hd, int blocks) {
         of_head = (hd + 31) / 32, all = heads * of_head, size = blocks;
+        most = whole_quotient(all + size - 1, size);
         shares = memory;
     }
     DEVICE_MEMBER float *share(int chunk, int q) const {
-        return shares + (chunk * ((all + size - 1) / size) + q / size) * SHARE_PITCH;
+        return shares + (chunk * most + whole_quotient(q, size)) * SHARE_PITCH;
     }
 
     // What hand_over sends to block `side` of a chunk, by all blocks together.
@@ -43,11 +44,11 @@ struct GroupParts {
     }
 
     // Merges the chunks of this warp's parts, left to right, lanes being chunks, then elements, and stores the results.
-    DEVICE_MEMBER void merge(const AttentionStageArgs &st, int h0, int chunks, int side) const {
+    DEVICE_MEMBER void merge(const AttentionStageArgs &st, int hd, int h0, int chunks, int side) const {
         const int lane = lane_id();
 #pragma unroll 1
         for (int q = side + size * warp_id(); q < all; q += size * UNIT_WARPS) {
-            const int stride = (all + size - 1) / size * SHARE_PITCH, j = q / of_head;
+            const int stride = most * SHARE_PITCH, j = q / of_head;
             const float *const first = share(0, q);
             const float *const end = first + (lane < chunks ? lane : 0) * stride + 32;
             float m = MINUS_INFINITY;
@@ -60,7 +61,7 @@ struct GroupParts {
                 acc = merge_one(acc, first[c * stride + lane], a, b);
                 l = merge_one(l, __shfl_sync(FULL_WARP, factor.z, c), a, b);
             }
-            store_result(st, h0 + j, 32 * (q - j * of_head), acc, l);
+            store_result(st, hd, h0 + j, 32 * (q - j * of_head), acc, l);
         }
     }
 };
@@ -71,18 +72,17 @@ DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shar
     const AttentionStageArgs &st = c.stage;
     const AttentionArgs &a = st.attn;
     const int hd = HD != 0 ? HD : a.hd, HS = c.heads;
-    const int size = cluster_size(), side = cluster_rank(), cluster = block / size;
+    const int size = cluster_size(), side = cluster_rank(), cluster = whole_quotient(block, size);
     const UnitShared sh = unit_shared(shared, hd);
     if (warp_id() == 0) cluster_open(gate);
     cluster_begin();
     copy_exp_table(sh.exp_table);
-    const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
-    const int per_kv = a.nh / a.nkv, groups = (per_kv + HS - 1) / HS;
+    const int per_kv = whole_quotient(a.nh, a.nkv), groups = whole_quotient(per_kv + HS - 1, HS);
     Unit u;
-    u.pos = pos;
-    u.chunks = pos / CHUNK + 1;
+    u.pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
+    u.chunks = u.pos / CHUNK + 1;
     u.base = load_l2(a.base);
-    u.kv = cluster / groups;
+    u.kv = whole_quotient(cluster, groups);
     const int head = (cluster - u.kv * groups) * HS;
     u.h0 = u.kv * per_kv + head;
     u.heads = per_kv - head < HS ? per_kv - head : HS;
@@ -92,8 +92,7 @@ DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shar
     u.stores_kv = head == 0;
     const GroupParts parts((float *)(shared + c.behind), u.heads, hd, size);
     if (warp_id() == 0) cluster_expect(gate, u.chunks * parts.bytes(side, hd));
-    UnitStart<W / 4> start;
-    start.begin(st, pos, HS, hd);
+    UnitStart start = {HS, false};
     bool begun = false;  // the other blocks have
     unit_chunks<W>(st, sh, u, hd, start, [&](int) { return sh.s; }, [&](int chunk) {
         if (!begun) cluster_wait();
@@ -107,16 +106,16 @@ DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shar
         cluster_wait();
     }
     cluster_receive(gate, 0);  // a block that has all its shares may end: none of its own are waited for
-    parts.merge(st, u.h0, u.chunks, side);
+    parts.merge(st, hd, u.h0, u.chunks, side);
 }
 
 // 256 threads. Dynamic shared: UnitShared, the shares of GroupParts. For head sizes of 128 and up to 128.
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_cluster_128)(const AttentionClusterArgs a) {
     __shared__ unsigned long long gate;
     DYNAMIC_SHARED(shared);
     attention_cluster<8, 128>(a, shared, &gate, blockIdx.x);
 }
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_cluster)(const AttentionClusterArgs a) {
     __shared__ unsigned long long gate;
     DYNAMIC_SHARED(shared);
     attention_cluster<8, 0>(a, shared, &gate, blockIdx.x);

@@ -103,7 +103,7 @@ DEVICE void merge_part(const AttentionStageArgs &st, unsigned char *shared, int 
         }
         if (c0 + threads < chunks) __syncthreads();
     }
-    if (warp_id() == 0) store_result(st, h, first, acc, l);
+    if (warp_id() == 0) store_result(st, st.attn.hd, h, first, acc, l);
 }
 
 // Grid: along x a block to every 32 elements of a head, along y the heads. Threads: a multiple of 32. Dynamic shared: as for

@@ -25,8 +25,8 @@ DEVICE float merged_before(float right, float &m) {
 }
 
 // Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
-DEVICE void store_result(const AttentionStageArgs &st, int h, int first, float value, float sum) {
-    const int hd = st.attn.hd, element = h * hd + first + lane_id();
+DEVICE void store_result(const AttentionStageArgs &st, int hd, int h, int first, float value, float sum) {
+    const int element = h * hd + first + lane_id();
     const bool real = first + lane_id() < hd;
     const float out = real ? value / sum : 0.0f;
     if (real) st.attn.out[element] = out;

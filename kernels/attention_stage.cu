@@ -22,19 +22,19 @@ struct Cut {
 
 DEVICE Cut cut_of(const AttentionArgs &a, int chunks, int blocks) {
     Cut cut;
-    cut.per_kv = a.nh / a.nkv;
+    cut.per_kv = whole_quotient(a.nh, a.nkv);
     const int log2 = unit_heads_log2(cut.per_kv, a.nkv, chunks, blocks);
     cut.HS = 1 << log2;
     cut.parts = (cut.per_kv + cut.HS - 1) >> log2;
     cut.groups = a.nkv * cut.parts;
-    cut.slots = blocks >= cut.groups * chunks ? chunks : blocks < cut.groups ? 1 : blocks / cut.groups;
+    cut.slots = blocks >= cut.groups * chunks ? chunks : blocks < cut.groups ? 1 : whole_quotient(blocks, cut.groups);
     return cut;
 }
 
 DEVICE void take_item(Unit &u, const Cut &cut, int item) {
-    u.slot = item / cut.groups;
+    u.slot = whole_quotient(item, cut.groups);
     const int group = item - u.slot * cut.groups;
-    u.kv = group / cut.parts;
+    u.kv = whole_quotient(group, cut.parts);
     const int first = (group - u.kv * cut.parts) * cut.HS;  // query head of the KV head
     u.h0 = u.kv * cut.per_kv + first;
     u.heads = cut.per_kv - first < cut.HS ? cut.per_kv - first : cut.HS;
@@ -42,8 +42,7 @@ DEVICE void take_item(Unit &u, const Cut &cut, int item) {
     u.stores_kv = first == 0;
 }
 
-#define MERGE_GROUP 8
-#define MERGE_PITCH 64                            // f32[4] of a head: those of all fit the place of K and V of any hd
+#define MERGE_GROUP 4
 #define MERGE_CHUNKS (MERGE_PITCH - MERGE_GROUP)  // of a round: what lies behind the last one is read, too
 
 // Neighbouring chunks of a merge: four elements of their states.
@@ -55,7 +54,7 @@ struct MergeGroup {
     DEVICE_MEMBER void load(const float *&states, long long stride, int count) {
 #pragma unroll
         for (int i = 0; i < MERGE_GROUP; i++) {
-            if (i < count) x[i] = load_l2((const float4 *)states);
+            x[i] = load_l2_where(i < count, (const float4 *)states);
             states += stride;
             settle(states);  // a sum each, where the compiler would make products
         }
@@ -89,17 +88,18 @@ DEVICE void merge_factors(float2 end, const float *end_at, long long stride, int
 
 // Merges the states of all chunks of the unit's heads, left to right, into one: f32[heads, hd + 4], without maxima. A warp
 // works out the factors of a head while the states travel, each straight to the thread that merges it, a thread to four
-// elements. Chunks go by in rounds, and in two groups that take turns. A barrier lies ahead of this.
-template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShared &sh, const Unit &u, float *merged) {
-    const int pitch = a.hd + 4, items = u.heads * (a.hd / 4);
+// elements. Chunks go by in rounds, and in two groups that take turns, both on their way at a time. A barrier lies ahead of this.
+template <int W>
+DEVICE void merge_chunks(const AttentionArgs &a, const UnitShared &sh, const Unit &u, int hd, float *merged) {
+    const int pitch = hd + 4, items = u.heads * (hd / 4);
     const long long stride = (long long)a.nh * pitch;  // floats from chunk to chunk
     float4 *const factors = sh.factors;                // [heads, MERGE_PITCH]
     const int made = UNIT_WARPS - 1 - warp_id();       // the head whose factors this warp makes: the first ones have states
     const float *const states = partial_state(a, 0, 0, u.h0);
 #pragma unroll 1
     for (int start = 0; start < 32 * W && start < items; start += UNIT_THREADS) {  // once, if W is 8
-        const unsigned item = start + threadIdx.x, j = item / (unsigned)(a.hd / 4), at = 4 * item - j * a.hd;
-        const float *end_at = states + made * pitch + a.hd + lane_id() * stride, *x_at = states + j * pitch + at;
+        const unsigned item = start + threadIdx.x, j = item / (unsigned)(hd / 4), at = 4 * item - j * hd;
+        const float *end_at = states + made * pitch + hd + lane_id() * stride, *x_at = states + j * pitch + at;
         float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float l = 0.0f, m = MINUS_INFINITY;
 #pragma unroll 1
@@ -118,6 +118,7 @@ template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShar
             }
             MergeGroup even, odd;
             even.load(next, stride, left);
+            odd.load(next, stride, left - MERGE_GROUP);
             if (c0 > 0 || start > 0) __syncthreads();  // all have read the factors before these
             if (made < u.heads) merge_factors(end, end_at, stride, count, m, factors + made * MERGE_PITCH);
             end_at += MERGE_CHUNKS * stride;
@@ -126,19 +127,19 @@ template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShar
             if (c0 == 0 && (int)item < items) l = f[-1].z;
 #pragma unroll 1
             while (left > 0) {
-                odd.load(next, stride, left - MERGE_GROUP);
                 even.merge(f, left, acc, l);
                 left -= MERGE_GROUP;
                 if (left <= 0) break;
                 even.load(next, stride, left - MERGE_GROUP);
                 odd.merge(f + MERGE_GROUP, left, acc, l);
                 left -= MERGE_GROUP;
+                odd.load(next, stride, left - MERGE_GROUP);
                 f += 2 * MERGE_GROUP;
             }
         }
         if ((int)item < items) {
             *(float4 *)(merged + j * pitch + at) = acc;
-            if (at == 0) merged[j * pitch + a.hd + 1] = l;
+            if (at == 0) merged[j * pitch + hd + 1] = l;
         }
     }
     __syncthreads();
@@ -147,12 +148,12 @@ template <int W> DEVICE void merge_chunks(const AttentionArgs &a, const UnitShar
 // What is left when a block has made the states of all its items: of each head group the last block to get here merges the
 // chunks. Behind all of the units, so that neither takes registers from the other. u, item: the block's last one.
 template <int W>
-DEVICE void merge_items(const AttentionStageArgs &st, const UnitShared &sh, Unit u, int item, int blocks) {
+DEVICE void merge_items(const AttentionStageArgs &st, const UnitShared &sh, Unit u, int hd, int item, int blocks) {
 #pragma unroll 1
     for (;;) {
         if (last_block_to_arrive((unsigned *)st.attn.work + u.h0, u.slots, sh.arrived)) {
-            merge_chunks<W>(st.attn, sh, u, sh.s);
-            store_unit(st, u, sh.s);
+            merge_chunks<W>(st.attn, sh, u, hd, sh.s);
+            store_unit(st, u, hd, sh.s);
         }
         item -= blocks;
         if (item < 0) break;
@@ -167,15 +168,13 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
     const int hd = HD != 0 ? HD : a.hd;
     const UnitShared sh = unit_shared(shared, hd);
     copy_exp_table(sh.exp_table);
-    const int pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
     Unit u;
-    u.pos = pos;
-    u.chunks = pos / CHUNK + 1;
+    u.pos = load_l2(a.pos);  // of an earlier step, like the cache: allowed ahead of the wait
+    u.chunks = u.pos / CHUNK + 1;
     u.base = load_l2(a.base);
     const Cut cut = cut_of(a, u.chunks, blocks);
     u.slots = cut.slots;
-    UnitStart<W / 4> start;
-    start.begin(st, pos, cut.HS, hd);
+    UnitStart start = {cut.HS, false};
     int item = block;
 #pragma unroll 1
     for (; item < cut.groups * cut.slots; item += blocks) {  // once, if there are blocks enough
@@ -185,19 +184,19 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
         };
         unit_chunks<W>(st, sh, u, hd, start, states_of, [](int) {});
         if (u.chunks == 1) {
-            store_unit(st, u, sh.s);
+            store_unit(st, u, hd, sh.s);
             if (item + blocks < cut.groups) __syncthreads();  // the next unit's squares take the place of these states
         }
     }
-    if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, item - blocks, blocks);
+    if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, hd, item - blocks, blocks);
 }
 
 // 256 threads. Dynamic shared: UnitShared. For head sizes of 128, up to 128, and up to 256.
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<8, 128>(a, shared, blockIdx.x, gridDim.x);
 }
-KERNEL LAUNCH_BOUNDS(UNIT_THREADS, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
+KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_stage)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<8, 0>(a, shared, blockIdx.x, gridDim.x);
 }

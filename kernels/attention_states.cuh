@@ -6,78 +6,52 @@
 #include "attention_result.cuh"
 #include "attention_unit.cuh"
 
-// This lane's share of a row of hd int8 in shared memory: every fourth 16-byte unit, or where rows are not made of 64
-// bytes every fourth word. Which elements they are does not matter to a dot, as long as both factors agree. t: the row's
-// number in sh.k8, 0 for other rows.
-template <int W> DEVICE void unit_words(const signed char *rows, int hd, int t, int part, unsigned *words) {
-    if (hd % 64 == 0) {
-#pragma unroll
-        for (int j = 0; j < W / 4; j++) {
-            if (64 * j < hd) {
-                const uint4 v = *(const uint4 *)(rows + row_place(hd, t, part + 4 * j));
-                words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
-            }
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < W; j++)
-            if (16 * j < hd) words[j] = ((const unsigned *)(rows + t * hd))[part + 4 * j];
-    }
-}
-
-// The score of this thread's position by a single head; the maxima by warp in sh.totals.
-DEVICE float unit_score_one(const UnitShared &sh, int hd, int count) {
-    const int t = threadIdx.x;
-    const signed char *const row = sh.k8 + t * hd;
-    const int turn = row_place(hd, t, 0) - t * hd;
-    int dots[2] = {DOT_BIAS, 0};
-#pragma unroll 8
-    for (int at = 0; at < hd; at += 16) {
-        const int4 k = *(const int4 *)(row + (at ^ turn)), q = *(const int4 *)(sh.q8 + at);
-        dots[0] = __dp4a(k.x, q.x, dots[0]);
-        dots[1] = __dp4a(k.y, q.y, dots[1]);
-        dots[0] = __dp4a(k.z, q.z, dots[0]);
-        dots[1] = __dp4a(k.w, q.w, dots[1]);
-    }
-    const float score = t < count ? biased_dot(dots[0] + dots[1]) * (sh.qs[0] * sh.ks[t]) : MINUS_INFINITY;
-    const unsigned total = warp_max_key(score);
-    if (lane_id() == 0) sh.totals[warp_id()] = total;
-    return score;
-}
-
-// s[j][t] of the chunk, a warp to 32 positions of eight heads, in int8. What lies past the heads makes scores that nobody reads.
-template <int W> DEVICE void unit_scores(const UnitShared &sh, int hd, int count) {
-    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + group;
-    unsigned q8[W] = {};  // of head `group`
-    unit_words<W>(sh.q8 + group * hd, hd, 0, part, q8);
-    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
-    float ks[4];            // of positions first + 8 * i
-    unsigned k8[4][W] = {};  // their rows
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        ks[i] = sh.ks[first + 8 * i];
-        unit_words<W>(sh.k8, hd, first + 8 * i, part, k8[i]);
-    }
+// Scores of the chunk, a warp to 32 positions, in int8: of several heads s[j][t], eight at a time; what lies past the heads makes
+// scores that nobody reads. Of a single head this thread's, the one of position threadIdx.x, for then all eight columns of the
+// products are that head's; the maxima by warp are in sh.totals.
+template <int W> DEVICE float unit_scores(const UnitShared &sh, int HS, int hd, int count, const UnitKeys<W> &keys) {
+    const int group = lane_id() / 4, part = lane_id() % 4, first = 32 * warp_id() + 4 * group;
+    const signed char *const q = sh.q8 + (HS == 1 ? 0 : group) * hd;
     int dots[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) dots[i / 4][i % 4] = DOT_BIAS;
 #pragma unroll
-    for (int step = 0; step < W / 2; step++) {
+    for (int j = 0; j < W / 4; j++) {
+        if (64 * j < hd) {
+            const int at = 16 * part + 64 * j;
+            uint4 q8 = make_uint4(0u, 0u, 0u, 0u);  // where there is nothing of q, there may be anything of K
+            if (at < hd) q8 = *(const uint4 *)(q + at);
+            const unsigned low[2] = {q8.x, q8.y}, high[2] = {q8.z, q8.w};
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            if (32 * step < hd) {
-                const unsigned *const even = k8[2 * tile] + 2 * step, *const odd = k8[2 * tile + 1] + 2 * step;
-                const unsigned ka[4] = {even[0], odd[0], even[1], odd[1]};
-                mma_s8(dots[tile], ka, q8 + 2 * step);
+            for (int tile = 0; tile < 2; tile++) {  // positions first + 2 * tile and the next one
+                const uint4 even = keys.rows[2 * tile][j], odd = keys.rows[2 * tile + 1][j];
+                const unsigned k_low[4] = {even.x, odd.x, even.y, odd.y}, k_high[4] = {even.z, odd.z, even.w, odd.w};
+                mma_s8(dots[tile], k_low, low);
+                mma_s8(dots[tile], k_high, high);
             }
         }
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {  // head 2 * part + i % 2, position t
-        const int row = i / 2, t = first + 8 * row;
-        const float score = biased_dot(dots[row / 2][2 * (row % 2) + i % 2]) * ((i % 2 == 0 ? qs.x : qs.y) * ks[row]);
-        sh.s[(2 * part + i % 2) * UNIT_PITCH + t] = t < count ? score : MINUS_INFINITY;
+    if (HS == 1) {
+        const int even = part < 2 ? dots[0][0] : dots[1][0], odd = part < 2 ? dots[0][2] : dots[1][2], t = threadIdx.x;
+        const float score = t < count ? biased_dot(part % 2 == 0 ? even : odd) * (sh.qs[0] * sh.ks[t]) : MINUS_INFINITY;
+        const unsigned total = warp_max_key(score);
+        if (lane_id() == 0) sh.totals[warp_id()] = total;
+        return score;
     }
+    const float2 qs = *(const float2 *)(sh.qs + 2 * part);
+    const float4 ks = *(const float4 *)(sh.ks + first);
+    const float scale[4] = {ks.x, ks.y, ks.z, ks.w};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // head 2 * part + i
+        float s[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float score = biased_dot(dots[n / 2][n % 2 * 2 + i]) * ((i == 0 ? qs.x : qs.y) * scale[n]);
+            s[n] = first + n < count ? score : MINUS_INFINITY;
+        }
+        *(float4 *)(sh.s + (2 * part + i) * UNIT_PITCH + first) = make_float4(s[0], s[1], s[2], s[3]);
+    }
+    return 0.0f;
 }
 
 // Which head a warp works on, and the first of its stripes.
@@ -85,7 +59,9 @@ struct UnitPart {
     int head, first;
 };
 DEVICE UnitPart unit_part(int HS) {
-    return {warp_id() * HS / UNIT_WARPS, warp_id() * HS % UNIT_WARPS};
+    int stripe = warp_id() * HS;
+    settle(stripe);  // or what follows from it is kept in registers from unit to unit
+    return {stripe / UNIT_WARPS, stripe % UNIT_WARPS};
 }
 
 // Scores of eight heads to the codes, each by one warp, which waits for no other.
@@ -162,76 +138,77 @@ template <int W> DEVICE void unit_states(const UnitShared &sh, const Unit &u, in
 }
 
 // What a block has at hand for its units from the stage's beginning.
-template <int N> struct UnitStart {
-    int pos;              // of the row
-    int HS;               // query heads of a unit
-    RowWeights<N> weights;  // of this warp's first row
-    float inverse_hd;
-    bool waited;          // for the kernel before
-
-    DEVICE_MEMBER void begin(const AttentionStageArgs &st, int position, int heads, int hd) {
-        pos = position, HS = heads, waited = false;
-        weights = unit_row_weights<N>(st, HS, warp_id());
-        inverse_hd = 1.0f / (float)hd;
-    }
+struct UnitStart {
+    int HS;       // query heads of a unit
+    bool waited;  // for the kernel before
 };
 
-// The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call lets the next kernel
-// begin, and waits for the one before, when all that does not need it is under way. made(chunk) is called when a chunk's states
-// are there, behind a barrier.
+// The rows of a unit, of whose first chunk the new row has position t_new. first: weights of this warp's first row. The first
+// call lets the next kernel begin, and waits for the one before, when all that does not need it is under way.
+template <int N>
+DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart &start,
+                      const RowWeights<N> &first, int t_new) {
+    const int HS = start.HS;
+    int last = u.slot;  // of the unit's chunks
+#pragma unroll 1
+    while (last + u.slots < u.chunks) last += u.slots;
+    const bool has_new = last == u.chunks - 1;
+    const int rows = has_new ? HS + 2 : HS;
+    RowSource source = unit_row_source<N>(st, u, HS, hd, warp_id(), rows);
+    settle(source.at);  // ahead of the wait for what lies there
+    settle(source.has);
+    const float inverse_hd = 1.0f / (float)hd;
+    if (!start.waited) {
+        unit_angles(st.rope, hd, u.pos, sh.angle);
+        __syncthreads();
+        start_next();
+        wait_for_previous();
+        start.waited = true;
+    }
+    RowValues<N> x = unit_row_load<N>(source, hd);
+#pragma unroll 1
+    for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
+        RowWeights<N> weights = first;
+        if (row >= UNIT_WARPS) {
+            weights = unit_row_weights<N>(st, HS, hd, row);
+            x = unit_row_load<N>(unit_row_source<N>(st, u, HS, hd, row, rows), hd);
+        }
+        unit_row(st, sh, u, HS, hd, row, x, weights, inverse_hd, t_new, u.stores_q, has_new && u.stores_kv);
+    }
+}
+
+// The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call waits (unit_rows).
+// made(chunk) is called when a chunk's states are there, behind a barrier.
 template <int W, class States, class Made>
-DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart<W / 4> &start,
+DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart &start,
                         const States &states_of, const Made &made) {
     const AttentionArgs &a = st.attn;
-    const int HS = start.HS, pos = start.pos;
-    UnitScales scales = unit_scales(a, u, u.slot);
-    unit_fetch<false>(a, sh, hd, u, u.slot);
-    unit_fetch<true>(a, sh, hd, u, u.slot);
+    const int HS = start.HS;
+    int chunk = u.slot;
+    if (chunk >= u.chunks) return;
+    const RowWeights<W / 4> weights = unit_row_weights<W / 4>(st, HS, hd, warp_id());
+    UnitScales scales = unit_scales(a, u, chunk);
+    UnitKeys<W> keys;
+    keys.ask(a, hd, u, chunk);
+    unit_fetch(a, sh, hd, u, chunk);
+    float *states = states_of(chunk);
+    settle(states);  // ahead of the wait
+    unit_rows(st, sh, u, hd, start, weights, u.pos - chunk * CHUNK);
 #pragma unroll 1
-    for (int chunk = u.slot; chunk < u.chunks; chunk += u.slots) {
+    for (;;) {
         const int next = chunk + u.slots;
-        const int t_new = pos - chunk * CHUNK;  // past the chunk unless it is the last
+        const int t_new = u.pos - chunk * CHUNK;  // past the chunk unless it is the last
         const int count = t_new < CHUNK ? t_new + 1 : CHUNK;
-        float *states = states_of(chunk);
-        settle(states);  // ahead of the wait
-        if (chunk == u.slot) {
-            const bool has_new = u.slots == u.chunks ? u.slot == u.chunks - 1 : (u.chunks - 1 - u.slot) % u.slots == 0;
-            const int rows = has_new ? HS + 2 : HS;
-            RowSource source = unit_row_source<W / 4>(st, u, HS, warp_id(), rows);
-            settle(source.at);  // ahead of the wait for what lies there
-            settle(source.has);
-            if (!start.waited) {
-                unit_angles(st.rope, pos, sh.angle);
-                __syncthreads();
-                start_next();
-                wait_for_previous();
-                start.waited = true;
-            }
-            RowValues<W / 4> x = unit_row_load<W / 4>(source, hd);
-#pragma unroll 1
-            for (int row = warp_id(); row < rows; row += UNIT_WARPS) {
-                RowWeights<W / 4> weights = start.weights;
-                if (row >= UNIT_WARPS) {
-                    weights = unit_row_weights<W / 4>(st, HS, row);
-                    x = unit_row_load<W / 4>(unit_row_source<W / 4>(st, u, HS, row, rows), a.hd);
-                }
-                unit_row(st, sh, u, HS, row, x, weights, start.inverse_hd, t_new, u.stores_q, has_new && u.stores_kv);
-            }
-        } else if (t_new < CHUNK) {
-            unit_place_row(sh, hd, t_new);
-        }
         if ((int)threadIdx.x < t_new) sh.ks[threadIdx.x] = scales.k;  // not earlier: it may take long to come
         if ((int)threadIdx.x != t_new) sh.vs[threadIdx.x] = scales.v;
-        copy_wait_closed();  // K
         __syncthreads();
-        float score = 0.0f;
-        if (HS == 1)
-            score = unit_score_one(sh, hd, count);
-        else
-            unit_scores<W>(sh, hd, count);
+        keys.place(sh.new_row, hd, t_new);
+        const float score = unit_scores<W>(sh, HS, hd, count, keys);
         __syncthreads();
-        scales = unit_scales(a, u, next);
-        unit_fetch<false>(a, sh, hd, u, next);  // K has done its work, and V has when the states are made
+        if (next < u.chunks) {  // K has done its work, and V has when the states are made
+            scales = unit_scales(a, u, next);
+            keys.ask(a, hd, u, next);
+        }
         if (HS == UNIT_HEADS)
             unit_soften_all(sh);
         else if (HS == 4)
@@ -240,18 +217,22 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
             unit_soften_some<2>(sh);
         else
             unit_soften_one(sh, score);
-        copy_wait_closed();  // V
+        copy_wait_all();  // V
         __syncthreads();
         unit_states<W>(sh, u, HS, hd, states);
         __syncthreads();
-        unit_fetch<true>(a, sh, hd, u, next);
+        unit_fetch(a, sh, hd, u, next);
         made(chunk);
+        chunk = next;
+        if (chunk >= u.chunks) break;
+        states = states_of(chunk);
+        if (u.pos - chunk * CHUNK < CHUNK) unit_place_row(sh, hd, u.pos - chunk * CHUNK);
     }
 }
 
 // The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
-DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float *states) {
-    const int hd = st.attn.hd, parts = (hd + 31) / 32;
+DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, int hd, const float *states) {
+    const int parts = (hd + 31) / 32;
     int j = 0, part = warp_id();
 #pragma unroll 1
     while (true) {
@@ -259,7 +240,7 @@ DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, const float 
         for (; part >= parts; part -= parts) j++;
         if (j >= u.heads) break;
         const float *const state = states + j * (hd + 4);
-        store_result(st, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
+        store_result(st, hd, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
         part += UNIT_WARPS;
     }
 }

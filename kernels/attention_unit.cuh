@@ -6,6 +6,9 @@
 #include "attention_chunk.cuh"
 
 #define UNIT_THREADS CHUNK
+// What kernels name as the most threads of a block, of which two are to fit: so they get 96 registers, not 128, and a block
+// finds room beside those of the kernels before and behind, which run at the same time.
+#define UNIT_BOUND 320
 #define UNIT_WARPS (UNIT_THREADS / 32)
 #define UNIT_HEADS 8                // query heads of a unit, at most
 #define UNIT_ROWS (UNIT_HEADS + 2)  // and the new K and V row
@@ -28,9 +31,11 @@ struct UnitShared {
     signed char *new_row;  // i8[2, hd]: the new K and V row
     unsigned *codes;       // of the weights of V: attention_values.cuh
     unsigned long long *exp_table;  // u64[64]: of exp_down
-    signed char *v8, *k8;  // i8[CHUNK, hd], units of 16 bytes at row_place
-    float4 *factors;       // in the place of both, while chunks merge: f32[HS, MERGE_PITCH, 4]
+    signed char *v8;       // i8[CHUNK, hd], units of 16 bytes at row_place; K is in registers (UnitKeys)
+    float4 *factors;       // in the place of v8, while chunks merge: f32[HS, MERGE_PITCH, 4]
 };
+
+#define MERGE_PITCH 64  // f32[4] of a head
 
 DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     const int squares = UNIT_ROWS * ((hd + 63) / 64 * 64 + 4), scores = UNIT_PITCH * UNIT_HEADS;
@@ -53,10 +58,12 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     sh.q8 = (signed char *)(sh.exp_table + 64);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
-    sh.k8 = sh.v8 + CHUNK * hd;
     sh.factors = (float4 *)sh.v8;
     return sh;
 }
+
+// a / b, neither negative: shorter than a division that minds signs.
+DEVICE int whole_quotient(int a, int b) { return (int)((unsigned)a / (unsigned)b); }
 
 // What a unit works on.
 struct Unit {
@@ -74,29 +81,62 @@ DEVICE int unit_cached(const Unit &u, int chunk) {
     return left < CHUNK ? left : CHUNK;
 }
 
-// K, or V, of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory as a set of copies; allowed
-// before the stage's wait, because earlier steps wrote it. What lies past it has codes of 0, or scores that nobody reads. A lane
-// takes a unit of 16 bytes of every `step`-th row.
-template <bool VALUES>
+// The K rows that this thread multiplies: of its warp's 32 positions those from 4 * (lane / 4) on, four of them, of each every
+// fourth unit of 16 bytes, lane % 4 first. So four lanes read 64 neighbouring bytes of a row, every lane has what mma_s8 takes of
+// it, and of a head the scores of four neighbouring positions.
+template <int W> struct UnitKeys {
+    uint4 rows[4][W / 4];
+
+    // Asks for those of a chunk, as far as it is cached; allowed before the stage's wait, because earlier steps wrote them. What
+    // lies past them may be anything: it makes scores that nobody reads.
+    DEVICE_MEMBER void ask(const AttentionArgs &a, int hd, const Unit &u, int chunk) {
+        const int t = 32 * warp_id() + lane_id() / 4 * 4, part = lane_id() % 4, left = unit_cached(u, chunk) - t;
+        const int stride = a.nkv * hd;
+        const signed char *from = a.kq + (u.base + chunk * CHUNK + t) * stride + u.kv * hd + 16 * part;
+        settle(from);  // or all of it is worked out anew for every row
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int j = 0; j < W / 4; j++)
+                rows[i][j] = load_l2_where(i < left && 16 * part + 64 * j < hd, (const uint4 *)(from + i * stride + 64 * j));
+        }
+    }
+    // The row at position t of the chunk, if it is one of these, from shared memory.
+    DEVICE_MEMBER void place(const signed char *row, int hd, int t) {
+        const int own = t - 32 * warp_id();
+        if ((unsigned)own >= 32u) return;
+        const int part = lane_id() % 4;
+#pragma unroll
+        for (int j = 0; j < W / 4; j++) {
+            if (64 * j < hd) {
+                const int at = 16 * part + 64 * j;
+                const uint4 unit = *(const uint4 *)(row + (at < hd ? at : 0));
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (own == lane_id() / 4 * 4 + i) rows[i][j] = unit;
+            }
+        }
+    }
+};
+
+// V of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory; allowed before the stage's wait,
+// because earlier steps wrote it. What lies past it has codes of 0. A lane takes a unit of 16 bytes of every `step`-th row.
 DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const Unit &u, int chunk) {
     const int cached = unit_cached(u, chunk);
     if (cached > 0) {
         const int units = hd / 16, rows = 32 / units, row = lane_id() / units, at = lane_id() - row * units;
         const int step = UNIT_WARPS * rows, stride = a.nkv * hd;
         const int first = warp_id() % UNIT_WARPS * rows + row, left = row < rows ? cached - first : 0;
-        const signed char *from =
-            (VALUES ? a.vq : a.kq) + (u.base + chunk * CHUNK + first) * stride + u.kv * hd + 16 * at;
+        const signed char *from = a.vq + (u.base + chunk * CHUNK + first) * stride + u.kv * hd + 16 * at;
         // Where places are turned, steps are powers of two and `first` is less than one: only bit 5 of i turns them again.
         int place = row_place(hd, first, at), turned = place ^ ((hd & 63) == 0 ? 16 : 0);
         settle(from);  // or all of it is worked out anew for every copy
         settle(place);
         settle(turned);
-        signed char *const to = VALUES ? sh.v8 : sh.k8;
 #pragma unroll 8
         for (int i = 0; i < CHUNK; i += step)
-            if (i < left) copy_async_16(to + i * hd + ((i & 32) == 0 ? place : turned), from + (unsigned)(i * stride));
+            if (i < left) copy_async_16(sh.v8 + i * hd + ((i & 32) == 0 ? place : turned), from + (unsigned)(i * stride));
     }
-    copy_close();
 }
 
 // Scales of this thread's position of a chunk, +0 where it is not cached; likewise allowed before the wait.
@@ -114,17 +154,12 @@ DEVICE UnitScales unit_scales(const AttentionArgs &a, const Unit &u, int chunk) 
     return scales;
 }
 
-// Where element e of the new row, 0: K, 1: V, lies at position t.
-DEVICE signed char *unit_new_element(const UnitShared &sh, int hd, int row, int t, int e) {
-    return (row == 0 ? sh.k8 : sh.v8) + row_place(hd, t, e / 16) + e % 16;
-}
+// Where element e of V lies at position t.
+DEVICE signed char *unit_value(const UnitShared &sh, int hd, int t, int e) { return sh.v8 + row_place(hd, t, e / 16) + e % 16; }
 
-// The new row takes its place in a chunk behind the one that it was made in.
+// The new V row, and the scales of both, take their place in a chunk behind the one that they were made in.
 DEVICE void unit_place_row(const UnitShared &sh, int hd, int t) {
-    for (int e = threadIdx.x; e < 2 * hd; e += UNIT_THREADS) {
-        const int row = e >= hd;
-        *unit_new_element(sh, hd, row, t, e - row * hd) = sh.new_row[e];
-    }
+    for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) *unit_value(sh, hd, t, e) = sh.new_row[hd + e];
     if (threadIdx.x == 0) {
         sh.ks[t] = sh.new_scale[0];
         sh.vs[t] = sh.new_scale[1];
@@ -163,9 +198,9 @@ template <int N> struct RowWeights {
     float w0[N], w1[N];
 };
 
-template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs &st, int HS, int row) {
+template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs &st, int HS, int hd, int row) {
     RowWeights<N> rw;
-    const int half = st.attn.hd / 2, e = lane_element<N>();
+    const int half = hd / 2, e = lane_element<N>();
     const float *const w = row < HS ? st.q_norm.w : st.k_norm.w;  // f32[hd]
 #pragma unroll
     for (int n = 0; n < N; n++) rw.w0[n] = rw.w1[n] = 1.0f;
@@ -177,12 +212,12 @@ template <int N> DEVICE RowWeights<N> unit_row_weights(const AttentionStageArgs 
 }
 
 // cos and sin of the row's angles; allowed before the stage's wait.
-DEVICE void unit_angles(const RopeArgs &rope, int pos, float *angle) {
-    const int half = rope.hd / 2;
+DEVICE void unit_angles(const RopeArgs &rope, int hd, int pos, float *angle) {
+    const int half = hd / 2;
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * half; i += UNIT_THREADS) {
         const float turn = (float)pos * load_weight(rope.inv_freq + i % half);
-        angle[i] = (i < half ? cos_form(turn) : sin_form(turn)) * rope.factor;
+        angle[i] = cos_or_sin_form(turn, i < half) * rope.factor;
     }
 }
 
@@ -192,8 +227,9 @@ struct RowSource {
     int has;
 };
 
-template <int N> DEVICE RowSource unit_row_source(const AttentionStageArgs &st, const Unit &u, int HS, int row, int rows) {
-    const int hd = st.attn.hd, e = lane_element<N>();
+template <int N>
+DEVICE RowSource unit_row_source(const AttentionStageArgs &st, const Unit &u, int HS, int hd, int row, int rows) {
+    const int e = lane_element<N>();
     RowSource s;
     s.at = (row < HS ? st.attn.q + (u.h0 + row) * hd : (row == HS ? st.kv.k : st.kv.v) + u.kv * hd) + e;
     s.has = e < hd / 2 && row < rows && (row < u.heads || row >= HS);
@@ -216,19 +252,19 @@ template <int N> DEVICE RowValues<N> unit_row_load(const RowSource &source, int 
 }
 
 // Row 0 .. HS - 1 of a unit: a query through norm and RoPE, quantised; row HS: the new K row likewise, row HS + 1: the new V
-// row, quantised; both also go to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's part of the
-// raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
+// row, quantised; V and both scales also go to position t_new of the chunk, if it is in there. A warp to a row; x: this lane's
+// part of the raw one. Taps and the cache are written by one block each: q by `store_q`, K and V by `store_new`.
 template <int N>
-DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int row, const RowValues<N> &x,
-                     const RowWeights<N> &rw, float inverse_hd, int t_new, bool store_q, bool store_new) {
-    const int hd = st.attn.hd, half = hd / 2, lane = lane_id(), e = lane_element<N>();
+DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int HS, int hd, int row,
+                     const RowValues<N> &x, const RowWeights<N> &rw, float inverse_hd, int t_new, bool store_q, bool store_new) {
+    const int half = hd / 2, lane = lane_id(), e = lane_element<N>();
     const bool is_q = row < HS, is_v = row == HS + 1, has = e < half;
     const bool real = !is_q || row < u.heads;
     float x0[N], x1[N];
 #pragma unroll
     for (int n = 0; n < N; n++) x0[n] = x.x0[n], x1[n] = x.x1[n];
     const bool store = has && (is_q ? store_q : store_new);
-    const long long tap = (long long)(is_q ? u.h0 + row : st.attn.nh + u.kv) * hd + e;  // in normed and roped
+    const int tap = (is_q ? u.h0 + row : st.attn.nh + u.kv) * hd + e;  // in normed and roped
     if (real && !is_v) {
         if (st.has_norm) {
             float ss = 0.0f;
@@ -284,9 +320,9 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
         const unsigned c0 = a8_codes(x0, scale), c1 = a8_codes(x1, scale);
         put_codes(codes, c0, x0);
         put_codes(codes + half, c1, x1);
-        if (here) {
-            put_codes(unit_new_element(sh, hd, row - HS, t_new, e), c0, x0);
-            put_codes(unit_new_element(sh, hd, row - HS, t_new, e + half), c1, x1);
+        if (here && is_v) {
+            put_codes(unit_value(sh, hd, t_new, e), c0, x0);
+            put_codes(unit_value(sh, hd, t_new, e + half), c1, x1);
         }
         if (!is_q && store_new) {
             signed char *const cache = (is_v ? st.kv.vq : st.kv.kq) + slot * hd + e;

@@ -21,6 +21,7 @@ DEVICE void touch_exp_table() {}
 DEVICE void copy_exp_table(unsigned long long *) {}
 DEVICE float cos_form(float x) { return cosf(within_a_turn(x)); }
 DEVICE float sin_form(float x) { return sinf(within_a_turn(x)); }
+DEVICE float cos_or_sin_form(float x, bool cosine) { return cosine ? cos_form(x) : sin_form(x); }
 
 #else
 
@@ -40,5 +41,6 @@ DEVICE void copy_exp_table(unsigned long long *table) {
 DEVICE float inverse_sqrt(float x) { return 1.0f / sqrt_f32(x); }
 DEVICE float cos_form(float x) { return cosf_ucrt(x); }
 DEVICE float sin_form(float x) { return sinf_ucrt(x); }
+DEVICE float cos_or_sin_form(float x, bool cosine) { return cos_or_sin_ucrt(x, cosine); }
 
 #endif

@@ -81,6 +81,19 @@ DEVICE float4 load_l2(const float4 *p) {
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
 }
+// The same where there is something to load; elsewhere anything, for which no register need be written.
+#define LOAD_L2_WHERE(TYPE, PTX, CONSTRAINT)                                                                           \
+    DEVICE TYPE load_l2_where(bool there, const TYPE *p) {                                                             \
+        TYPE v;                                                                                                        \
+        asm volatile("{\n\t.reg .pred %%there;\n\tsetp.ne.s32 %%there, %5, 0;\n\t@%%there ld.global.cg.v4." PTX             \
+                     " {%0, %1, %2, %3}, [%4];\n\t}"                                                                   \
+                     : "=" CONSTRAINT(v.x), "=" CONSTRAINT(v.y), "=" CONSTRAINT(v.z), "=" CONSTRAINT(v.w)              \
+                     : "l"(p), "r"((int)there));                                                                       \
+        return v;                                                                                                      \
+    }
+LOAD_L2_WHERE(uint4, "u32", "r")
+LOAD_L2_WHERE(float4, "f32", "f")
+#undef LOAD_L2_WHERE
 
 // atomicInc that releases what this thread has written or seen behind a barrier, and acquires what others have so released:
 // one fence, where a fence on each side of it would make two.
@@ -360,6 +373,8 @@ DEVICE float load_l2(const float *p) { return *p; }
 DEVICE float2 load_l2(const float2 *p) { return *p; }
 DEVICE float4 load_l2(const float4 *p) { return *p; }
 DEVICE uint4 load_l2(const uint4 *p) { return *p; }
+DEVICE uint4 load_l2_where(bool there, const uint4 *p) { return there ? *p : make_uint4(~0u, ~0u, ~0u, ~0u); }
+DEVICE float4 load_l2_where(bool there, const float4 *p) { return there ? *p : make_float4(NAN, NAN, NAN, NAN); }
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }

@@ -132,3 +132,20 @@ KESTREL_FN float sinf_ucrt(float x) {
     const double y = n & 1 ? cos_poly_ucrt(r) : sin_poly_ucrt(r);
     return (float)((n & 2) != (int)(f32_bits(x) >> 30 & 2u) ? -y : y);
 }
+
+// cosf_ucrt(x), or sinf_ucrt(x), with the same bits by one text: for threads of which some want the one and some the other.
+// Neither needs a case below 2^-13 of its own, because what is made of such an x rounds to 1 and to x.
+KESTREL_FN float cos_or_sin_ucrt(float x, bool cosine) {
+    const unsigned ax = f32_bits(x) & 0x7fffffffu;
+    if (ax >= KESTREL_INF_BITS) return f32_from_bits(KESTREL_NAN_BITS);
+    const double xd = (double)f32_from_bits(ax);
+    int n = 0;
+    double r = xd;
+    if (ax > 0x3f490fdbu)  // pi/4
+        r = ax < (cosine ? 0x4f490fdbu : 0x4b800456u) ? reduce_ucrt(xd, &n) : reduce_exact(ax, &n);
+    double y = ((n & 1) != 0) != cosine ? cos_poly_ucrt(r) : sin_poly_ucrt(r);
+    if (ax < 0x3c000000u)  // 2^-7
+        y = fma_f64(-(xd * (cosine ? 0.5 : xd * xd)), cosine ? xd : f64_from_bits(0x3fc5555555555555ull), cosine ? 1.0 : xd);
+    const bool minus = cosine ? (((n & 3) + 1) & 2) != 0 : (n & 2) != (int)(f32_bits(x) >> 30 & 2u);
+    return (float)(minus ? -y : y);
+}

@@ -23,6 +23,7 @@ ARGMAX_ROWS, ARGMAX_BLOCKS = 8, 64  # as in kernels/head.cu
 CLUSTER_CHUNKS = 32  # that clusters merge, at most: a lane to each
 CHUNK = 256  # positions of an attention chunk, contract section 7
 CODES_BYTES = 8 * (32 + 4) * 16  # of eight heads in a chunk, as in kernels/attention_values.cuh
+MERGE_PITCH = 64  # f32[4] of a head that merges, as in kernels/attention_unit.cuh
 EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
@@ -254,7 +255,8 @@ def attention_stage_shared_bytes(head_dim: int) -> int:
     positions = CHUNK + 4  # UNIT_PITCH
     floats = max(positions * heads, (heads + 2) * (_round_up(head_dim, 64) + 4)) + head_dim + 2 * CHUNK
     floats += heads + 4 + 3 * heads + 2 * warps
-    return 4 * floats + CODES_BYTES + EXP_TABLE_BYTES + (heads + 2 + 2 * CHUNK) * head_dim
+    values = max(CHUNK * head_dim, heads * 16 * MERGE_PITCH)
+    return 4 * floats + CODES_BYTES + EXP_TABLE_BYTES + (heads + 2) * head_dim + values
 
 
 def attention_merge_shared_bytes(threads: int) -> int:

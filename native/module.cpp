@@ -123,6 +123,8 @@ UcrtArrayFunction ucrt_function(const std::string &function, const std::string &
     const UcrtForm *forms = nullptr;
     if (form == "scalar") forms = &ucrt_form_scalar;
     if (form == "scalar_fma" && isa_usable(Isa::avx2)) forms = &ucrt_form_scalar_fma;
+    if (form == "joined") forms = &ucrt_form_joined;
+    if (form == "joined_fma" && isa_usable(Isa::avx2)) forms = &ucrt_form_joined_fma;
     if (form == "avx2" && isa_usable(Isa::avx2)) forms = &ucrt_form_avx2;
     if (form == "avx512" && isa_usable(Isa::avx512)) forms = &ucrt_form_avx512;
     if (forms == nullptr) throw py::value_error("no form '" + form + "' of the UCRT functions on this CPU");

@@ -21,6 +21,12 @@ void cosf_array(const float *x, float *y, size_t n) {
 void sinf_array(const float *x, float *y, size_t n) {
     for (size_t i = 0; i < n; i++) y[i] = sinf_ucrt(x[i]);
 }
+void joined_cosf_array(const float *x, float *y, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] = cos_or_sin_ucrt(x[i], true);
+}
+void joined_sinf_array(const float *x, float *y, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] = cos_or_sin_ucrt(x[i], false);
+}
 
 // Input number i in increasing order of value: -NaN, -inf .. -0, +0 .. +inf, NaN.
 inline uint32_t in_order(uint32_t i) { return i ^ (0x80000000u | ((i >> 31) - 1)); }
@@ -63,6 +69,7 @@ void sweep_block(const UcrtComparison &c, uint64_t first, UcrtSweep *out) {
 }  // namespace
 
 const UcrtForm ucrt_form_scalar = {expf_array, cosf_array, sinf_array};
+const UcrtForm ucrt_form_joined = {expf_array, joined_cosf_array, joined_sinf_array};
 
 UcrtSweep ucrt_sweep(const UcrtComparison &c, int threads) {
     std::vector<UcrtSweep> parts(threads, UcrtSweep{0, 0, 0xffffffffu, 0, 0});

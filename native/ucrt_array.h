@@ -16,6 +16,8 @@ struct UcrtForm {
 
 extern const UcrtForm ucrt_form_scalar;      // fma by library call, where the CPU or the compiler has none
 extern const UcrtForm ucrt_form_scalar_fma;  // the same source with the fma instruction
+extern const UcrtForm ucrt_form_joined;      // cosf and sinf by cos_or_sin_ucrt
+extern const UcrtForm ucrt_form_joined_fma;
 extern const UcrtForm ucrt_form_avx2;
 extern const UcrtForm ucrt_form_avx512;
 

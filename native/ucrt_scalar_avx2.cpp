@@ -17,9 +17,16 @@ void cosf_array(const float *x, float *y, size_t n) {
 void sinf_array(const float *x, float *y, size_t n) {
     for (size_t i = 0; i < n; i++) y[i] = sinf_ucrt(x[i]);
 }
+void joined_cosf_array(const float *x, float *y, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] = cos_or_sin_ucrt(x[i], true);
+}
+void joined_sinf_array(const float *x, float *y, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] = cos_or_sin_ucrt(x[i], false);
+}
 
 }  // namespace
 
 const UcrtForm ucrt_form_scalar_fma = {expf_array, cosf_array, sinf_array};
+const UcrtForm ucrt_form_joined_fma = {expf_array, joined_cosf_array, joined_sinf_array};
 
 }  // namespace kestrel

@@ -136,6 +136,14 @@ def test_head_sizes(head_dim: int, blocks: int) -> None:
         )
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 128, 144])
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_places_of_the_new_row(head_dim: int, blocks: int) -> None:
+    """It is made in the launch, and threads hold the rows of K: in a block's first chunk, and in a later one."""
+    for t in range(0, CHUNK, 17):
+        compare(CHUNK + t, blocks=blocks, heads=4, kv_heads=1, head_dim=head_dim)
+
+
 def test_without_norm() -> None:
     compare(300, family="llama", heads=4, kv_heads=2, head_dim=64)
 
@@ -158,14 +166,14 @@ def test_the_last_block_of_a_head_group_merges(heads: tuple[int, int], chunks: i
         )
 
 
-@pytest.mark.parametrize("chunks", [8, 9, 10, 16, 17, 18, 24, 25, 26, 32, 33, 34, 65])
+@pytest.mark.parametrize("chunks", [4, 5, 6, 8, 9, 10, 12, 13, 14, 16, 17, 18, 32, 33, 34, 61, 65])
 def test_groups_of_a_merge(chunks: int) -> None:
-    """Chunks go by in groups of eight behind the first, their factors in groups of 32."""
+    """Chunks go by in groups of four behind the first, their factors in groups of 32."""
     for blocks in (2, 3 * chunks):
         compare(chunks * CHUNK - 9, "rising", blocks=blocks, seed=chunks, heads=2, kv_heads=1, head_dim=16)
 
 
-@pytest.mark.parametrize("chunks", [187, 188, 380])
+@pytest.mark.parametrize("chunks", [60, 61, 121, 188, 380])
 @pytest.mark.parametrize("order", ["any", "rising"])
 def test_more_chunks_than_a_merge_round_takes(order: str, chunks: int) -> None:
     compare(chunks * CHUNK - 3, order, blocks=7, seed=chunks, heads=2, kv_heads=1, head_dim=16)

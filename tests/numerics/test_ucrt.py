@@ -15,7 +15,7 @@ from kestrel import _native, ucrt
 from tests.support.bits import assert_bits_equal
 
 VECTOR_FORMS = [isa for isa in _native.isa_available() if isa != "scalar"]
-FORMS = ["scalar", *(["scalar_fma", *VECTOR_FORMS] if VECTOR_FORMS else [])]
+FORMS = ["scalar", "joined", *(["scalar_fma", "joined_fma", *VECTOR_FORMS] if VECTOR_FORMS else [])]
 HEADER = Path(__file__).parents[2] / "kernels" / "ucrt.cuh"
 FUNCTIONS = {"expf": ucrt.expf, "cosf": ucrt.cosf, "sinf": ucrt.sinf}
 
@@ -40,6 +40,15 @@ def test_every_input(function: str) -> None:
     assert sweep["different"] == 0, f"first at 0x{sweep['first']:08x}"
     assert sweep["nan_faults"] == 0
     assert sweep["order_faults"] == 0 or function != "expf"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("function", ["cosf", "sinf"])
+def test_every_input_of_both_functions_by_one_text(function: str) -> None:
+    forms = ("scalar_fma", "joined_fma") if VECTOR_FORMS else ("scalar", "joined")
+    sweep = _native.ucrt_sweep(function, *forms, threads=_native.default_threads())
+    assert sweep["different"] == 0, f"first at 0x{sweep['first']:08x}"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
