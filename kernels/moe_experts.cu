@@ -13,32 +13,6 @@
 // read is what counts; the warps of a block take those of its run in turn. Groups of h may then lie in two blocks, so h gets
 // its a8 from whoever reads it. A quad comes in two halves, gate, then up, and a warp asks for a half when the one before it
 // has come: what is asked for further ahead fills the queues of memory, and everything that anybody loads waits in them.
-#define QUAD_HELD 8  // groups of the input that a lane holds in registers, at a time
-
-// The input of a lane, which is one of the eight sums of its row: groups first + lane % 8, the next eight further, ...
-struct HeldInput {
-    uint4 lo[QUAD_HELD], hi[QUAD_HELD];
-
-    DEVICE_MEMBER void load(const StagedRow &in, int first, int groups) {
-#pragma unroll
-        for (int u = 0; u < QUAD_HELD; u++) {
-            const int g = first + 8 * u + lane_id() % 8;
-            if (g < groups) lo[u] = in.lo[g], hi[u] = in.hi[g];
-        }
-    }
-    // Adds its groups of a row; codes and scale: at the lane's first group.
-    DEVICE_MEMBER float add(const uint4 *codes, const unsigned short *scale, const StagedRow &in, int first, int groups,
-                            float acc) const {
-#pragma unroll
-        for (int u = 0; u < QUAD_HELD; u++) {
-            const int g = first + 8 * u + lane_id() % 8;
-            if (g >= groups) break;  // whole steps: all lanes
-            acc = fma_f32(q4_dot(codes[8 * u], lo[u], hi[u], q4_bias(in.gsum[g])), half_to_float(scale[8 * u]) * in.d[g], acc);
-        }
-        return acc;
-    }
-};
-
 #define EXPERT_SPREAD 32  // of h: all blocks of k_moe_down read it at a time; as in kestrel/stages/moe.py
 
 #define RING_HALVES 2  // one is computed while the other comes
@@ -73,6 +47,31 @@ struct QuadRing {
         bulk_copy(to + 64 * groups, w.scale + g, 8 * groups, gates + slot);
     }
 };
+
+#define HALF_STEPS 4  // of eight groups, of which a lane has the dots on their way together
+
+// The sums of a half: eight lanes to a row, each of which is one of the eight sums of its row; all of them get it. half: as in
+// QuadRing; G is a multiple of 8.
+DEVICE float half_sum(const unsigned char *half, const StagedRow &in, int groups) {
+    const int lane = lane_id(), l = lane % 8, first_group = lane / 8 * groups + l;
+    const uint4 *const codes = (const uint4 *)half + first_group;
+    const unsigned short *const scale = (const unsigned short *)(half + 64 * groups) + first_group;
+    float acc = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < groups; first += 8 * HALF_STEPS) {
+        float dot[HALF_STEPS], ws[HALF_STEPS];
+#pragma unroll
+        for (int u = 0; u < HALF_STEPS; u++) {
+            const int at = first + 8 * u < groups ? first + 8 * u : first;  // past the end the first again, added to nothing
+            dot[u] = q4_dot(codes[at], in.lo[at + l], in.hi[at + l], q4_bias(in.gsum[at + l]));
+            ws[u] = half_to_float(scale[at]) * in.d[at + l];
+        }
+#pragma unroll
+        for (int u = 0; u < HALF_STEPS; u++)
+            if (first + 8 * u < groups) acc = fma_f32(dot[u], ws[u], acc);
+    }
+    return group_hsum8(acc);
+}
 
 // Dynamic shared: StagedRow, u64[warps, RING_HALVES] gates, ChoiceShared, u8[warps, RING_HALVES] halves.
 DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned char *shared) {
@@ -115,31 +114,18 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     } else if (block == 0 && chooses) {  // what it has asked for is long in coming
         warp_store_choice(a.topk, logits, choice.ids, choice.p_all);
     }
-    const int step = 8 * QUAD_HELD;
-    HeldInput held;
-    if (groups <= step) held.load(in, 0, groups);
     float silu = 0.0f;
     int slot = 0;
     unsigned round = 0;  // of the ring
 #pragma unroll 1
     for (int half = 0; half < mine; half++) {
-        const unsigned char *const at = ring.halves + slot * ring.bytes();
-        const int first_group = lane / 8 * groups + lane % 8;
-        const uint4 *const codes = (const uint4 *)at + first_group;
-        const unsigned short *const scale = (const unsigned short *)(at + 64 * groups) + first_group;
         bulk_wait(ring.gates + slot, round);
         if (half + 1 < mine) {
             ring.prepare(half + 1);
             ring.ask();
         }
-        float sum = 0.0f;
-#pragma unroll 1
-        for (int first = 0; first < groups; first += step) {
-            if (groups > step) held.load(in, first, groups);
-            sum = held.add(codes + first, scale + first, in, first, groups, sum);
-        }
+        const float sum = half_sum(ring.halves + slot * ring.bytes(), in, groups);
         __syncwarp();  // before its place is asked for again
-        sum = group_hsum8(sum);
         if (half % 2 == 0)
             silu = silu_form(sum);  // while the other half comes
         else if (lane % 8 == 0)
@@ -160,7 +146,7 @@ KERNEL LAUNCH_BOUNDS(576, 1) void FORM(k_moe_gate_up)(const GateUpArgs a) {
 
 // Shared memory of the down stage; kestrel/stages/moe.py computes the same size.
 struct DownShared {
-    unsigned long long *gates;  // u64[S rounded up to 2]: of an expert's rows
+    unsigned long long *gates;  // u64[1 + S rounded up to 2]: of the sums, of an expert's rows
     float *p;                   // f32[T rounded up to 8]: the experts' weights
     float *y;                   // f32[T rounded up to 8, rows]: by all blocks of the cluster
     float *d;                   // f32[S * G rounded up to 4]: the experts' inputs
@@ -173,7 +159,7 @@ struct DownShared {
     DEVICE_MEMBER DownShared(unsigned char *base, int T, int C, int rows, int groups) {
         const int ranks = (T + 7) / 8 * 8, S = T / C, all = (S * groups + 3) / 4 * 4;
         gates = (unsigned long long *)base;
-        p = (float *)(gates + (S + 1) / 2 * 2);
+        p = (float *)(gates + (S + 2) / 2 * 2);
         y = p + ranks;
         d = y + ranks * rows;
         gsum = (int *)(d + all);
@@ -293,7 +279,6 @@ DEVICE void down_inputs(const DownShared &sh, const float *h, int spread, int al
 // combined in rank order and added to x. A block of the last cluster may have none of its own; it does its share for the others.
 // Dynamic shared: DownShared, ChoiceShared.
 DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) {
-    cluster_arrive();  // so that the others know that this block is there
     const Weight &w = a.mm.w[0];
     const int T = a.mm.T, C = cluster_size(), S = T / C, rows = a.rows, together = C * rows, groups = w.k / 32, lane = lane_id();
     const int rank = cluster_rank(), first = S * rank, n0 = (block - rank) * rows, n = n0 + rank * rows;
@@ -301,24 +286,28 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
     const DownShared sh(shared, T, C, rows, groups);
     const ChoiceShared choice = choice_shared((unsigned char *)(sh.scale + T * rows * groups), a.topk.E, T);
     const DownItems begin(S, together);
+    unsigned long long *const arrived = sh.gates, *const gates = sh.gates + 1;
+    if (warp_id() == warp_count() - 1) {
+        for (int t = 0; t < S; t++) bulk_open(gates + t);
+        cluster_open(arrived);
+        if (own > 0) cluster_expect(arrived, 4 * T * own);
+    }
+    cluster_arrive();
     const bool by_warp = warp_can_choose(a.topk.E, T);
     if (!by_warp)
         block_choose(a.topk.logits, a.topk.E, T, choice);
     else if (warp_id() == 0)
         warp_choose(lane_logits(a.topk.logits, a.topk.E), a.topk.E, first + S, choice.ids);
-    if (warp_id() == warp_count() - 1) {
-        for (int t = 0; t < S; t++) bulk_open(sh.gates + t);
-    }
     __syncthreads();
     // A warp to an expert, because a warp takes its time to ask; DOWN_ASKED on their way at a time.
 #pragma unroll 1
     for (int t = __shfl_sync(FULL_WARP, warp_id(), 0); t < S && asked > 0; t += warp_count()) {
-        if (t >= DOWN_ASKED) bulk_wait(sh.gates + t - DOWN_ASKED, 0);
+        if (t >= DOWN_ASKED) bulk_wait(gates + t - DOWN_ASKED, 0);
         const int to = t * together * groups;
         const long long from = ((long long)choice.ids[first + t] * w.n + n0) * groups;
-        bulk_expect(sh.gates + t, 18 * asked * groups);
-        bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * asked * groups, sh.gates + t);
-        bulk_copy(sh.scale + to, w.scale + from, 2 * asked * groups, sh.gates + t);
+        bulk_expect(gates + t, 18 * asked * groups);
+        bulk_copy(sh.codes + 16 * to, (const unsigned char *)w.codes + 16 * from, 16 * asked * groups, gates + t);
+        bulk_copy(sh.scale + to, w.scale + from, 2 * asked * groups, gates + t);
     }
     const int at = (int)threadIdx.x < own ? KESTREL_SPREAD_AT(n + (int)threadIdx.x, a.add.spread) : 0;
     const float *x_at = a.add.x + at;
@@ -337,14 +326,16 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
 #pragma unroll 1
     for (DownItems item = begin; item.t < S; item.advance()) {
         float acc[DOWN_QUADS];
-        bulk_wait(sh.gates + item.t, 0);
+        bulk_wait(gates + item.t, 0);
         down_quads(sh, item, together, groups, acc);
         const float y = four_hsum8(acc);
         const int j = (lane >> 1 & 2) | (lane & 1), row = 4 * (item.quad() + j) + lane / 8;
         const int to = (int)((unsigned)row / (unsigned)rows);
-        if ((lane & 2) == 0 && j < item.have()) cluster_store(sh.y + (first + item.t) * rows + row - to * rows, to, y);
+        if ((lane & 2) == 0 && j < item.have() && row < asked)
+            cluster_send(sh.y + (first + item.t) * rows + row - to * rows, to, y, arrived);
     }
-    cluster_sync();
+    if (own <= 0) return;
+    cluster_receive(arrived, 0);
     if ((int)threadIdx.x < own) {  // rows are no more than threads
         const float *y = sh.y + threadIdx.x;
         float acc = 0.0f;

@@ -100,7 +100,7 @@ def _down_shared_bytes(topk: Any, mm: Any, rows: int, cluster: int) -> int:
     groups, chosen = int(mm.w[0].k) // 32, int(mm.T)
     share = chosen // cluster
     ranks, inputs = _round_up(chosen, 8), _round_up(share * groups, 4)
-    own = 8 * _round_up(share, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * share * groups
+    own = 8 * _round_up(1 + share, 2) + 4 * ranks * (1 + rows) + 8 * inputs + 32 * share * groups
     return own + 18 * chosen * rows * groups + router_shared_bytes(topk.E, chosen)
 
 
