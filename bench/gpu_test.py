@@ -32,6 +32,7 @@ STAGES = {
     "compile": "compute.compile_kernels",
     "pytest": "compute.pytest_gpu",
     "unary": "unary.all_inputs",
+    "reciprocals": "unary.reciprocals",
     "seed-table": "unary.seed_table",
     "ops": "ops.every_op",
     "geometry": "ops.geometries",

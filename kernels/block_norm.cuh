@@ -219,7 +219,7 @@ DEVICE A8Scale a8_scale_quick(unsigned amax_bits) {
     const float amax = f32_from_bits(s.zero ? 0x3f800000u : amax_bits);
     const float down = amax_bits < 0x5f800000u ? 1.0f : 5.4210109e-20f;  // 2^-64
     const float a = amax * down;
-    s.inv = quotient(127.0f, a, 1.0f / a) * down;
+    s.inv = quotient(127.0f, a, reciprocal(a)) * down;
     s.d = quotient(amax, 127.0f, 1.0f / 127.0f);
     if (s.zero) s.d = amax_bits > KESTREL_INF_BITS ? f32_from_bits(KESTREL_NAN_BITS) : finite ? 0.0f : f32_from_bits(amax_bits);
     return s;

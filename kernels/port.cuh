@@ -103,6 +103,18 @@ DEVICE unsigned arrive(unsigned *counter, unsigned last) {
     return before;
 }
 
+// 1 / a, rounded as a division rounds, of a from 2^-100 to 2^64: what the compiler makes of 1.0f / a but for its branch to other
+// a, which keeps what lies around it from being interleaved. Compared with the division for all of them (bench/gpu/unary.py).
+DEVICE float reciprocal(float a) {
+#if KESTREL_FAST
+    return 1.0f / a;
+#else
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(a));
+    return fma_f32(near, -fma_f32(a, near, -1.0f), near);
+#endif
+}
+
 // The larger one; NaN if one is NaN.
 DEVICE float max_or_nan(float a, float b) {
     float larger;
@@ -378,6 +390,7 @@ DEVICE float4 load_l2_where(bool there, const float4 *p) { return there ? *p : m
 DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
+DEVICE float reciprocal(float a) { return 1.0f / a; }
 DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
 DEVICE void settle(float &) {}

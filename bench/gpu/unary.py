@@ -1,9 +1,9 @@
-"""The UCRT functions on the GPU against the CPU, and the table of the project's first source."""
+"""Functions of one number on the GPU against the CPU, and the table of the project's first source."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from bench.gpu.device_code import DeviceCode
 from kestrel import ucrt
 
 BLOCK = 1 << 24  # inputs compared at a time
+RECIPROCALS = (0x0D800000, 0x5F800000 + 1)  # bits of 2^-100 to 2^64
 TRIG_LIMIT = int(np.float32(131072.0).view(np.uint32))  # cosf and sinf up to |x| = 131072
 
 Function = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
@@ -24,19 +25,37 @@ def _cpu_bits(function: Function, first: int, count: int, workers: int) -> npt.N
     return np.concatenate(threaded(lambda p: function(p.view(np.float32)).view(np.uint32), pieces, workers))
 
 
+def _inverse(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return np.float32(1) / x
+
+
 def all_inputs(context: Context) -> dict[str, Any]:
     """expf over all 2^32 inputs, cosf and sinf over |x| <= 131072: GPU bits equal CPU bits."""
-    code = DeviceCode("sweep.cu")
-    cupy, workers = code.cupy, len(os.sched_getaffinity(0))
     whole = [(0, 1 << 32)]
     trig = [(0, TRIG_LIMIT + 1), (1 << 31, (1 << 31) + TRIG_LIMIT + 1), (0x7F7FFFF0, 0x7F800010)]
-    plan: list[tuple[str, Function, list[tuple[int, int]]]] = [
-        ("expf_ucrt", ucrt.expf, whole),
-        ("cosf_ucrt", ucrt.cosf, trig),
-        ("sinf_ucrt", ucrt.sinf, trig),
-    ]
+    return _compared(
+        context,
+        {
+            0: ("expf_ucrt", ucrt.expf, whole),
+            1: ("cosf_ucrt", ucrt.cosf, trig),
+            2: ("sinf_ucrt", ucrt.sinf, trig),
+        },
+    )
+
+
+def reciprocals(context: Context) -> dict[str, Any]:
+    """``reciprocal`` of all numbers it is for: GPU bits equal those of the CPU's division."""
+    return _compared(context, {3: ("reciprocal", _inverse, [RECIPROCALS])})
+
+
+def _compared(
+    context: Context, plan: Mapping[int, tuple[str, Function, list[tuple[int, int]]]]
+) -> dict[str, Any]:
+    """Functions by their number in ``sweep.cu``, each over ranges of bits."""
+    code = DeviceCode("sweep.cu")
+    cupy, workers = code.cupy, len(os.sched_getaffinity(0))
     failures, checked = [], {}
-    for which, (name, function, ranges) in enumerate(plan):
+    for which, (name, function, ranges) in plan.items():
         counts = cupy.array([0, 0xFFFFFFFF], cupy.uint32)
         total = 0
         for begin, end in ranges:

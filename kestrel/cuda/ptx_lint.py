@@ -61,6 +61,9 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_attn_merge": frozenset({"f32", "f64"}),
 }
 
+# An approximation that two fma correct to what a division rounds to (``reciprocal`` in kernels/port.cuh).
+CORRECTED = "rcp.approx.ftz.f32"
+
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
 _INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w]*(?:\.[\w:]+)*)(?=[\s;])")
 _FLOAT = re.compile(r"\.(f16|f16x2|bf16|bf16x2|f32|f32x2|f64|tf32|e4m3|e5m2)\b")
@@ -203,5 +206,15 @@ def lint(ptx: str, declared: Mapping[str, Collection[str]] | None = None) -> lis
             findings.append(Finding(name, "kernel without an entry in DECLARED_FMA", body[0][0], name))
         fma = table.get(name, ()) if name in entries else anywhere
         for number, code in body:
-            findings += instruction_findings(name, number, code, fma)
+            if not _is_corrected(code, body):
+                findings += instruction_findings(name, number, code, fma)
     return findings
+
+
+def _is_corrected(code: str, body: list[tuple[int, str]]) -> bool:
+    """Whether a line is such an approximation, of which the function's fma make use twice."""
+    match = re.match(rf"\s*{re.escape(CORRECTED)}\s+(%\w+),", code)
+    if match is None:
+        return False
+    used = re.compile(rf"\s*fma\.rn\.f32\s+%\w+,.*{match.group(1)}\b")
+    return sum(used.match(line) is not None for _, line in body) >= 2

@@ -121,6 +121,27 @@ def test_predicated_instructions_are_looked_at() -> None:
     assert rules(text) == {"approximation", "flush-to-zero"}
 
 
+@pytest.mark.parametrize(
+    ("result", "allowed"),
+    [
+        ("fmaf(near, -fmaf(x[0], near, -1.0f), near)", True),
+        ("near", False),
+        ("fmaf(near, -near, x[0])", False),
+        ("near - fmaf(x[0], near, -1.0f)", False),
+    ],
+)
+def test_an_approximation_must_be_corrected(result: str, allowed: bool) -> None:
+    source = f"""
+    extern "C" __global__ void k_norm(const float *x, float *y) {{{{
+        float near;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x[0]));
+        y[0] = {result};
+    }}}}
+    """.replace("{{", "{").replace("}}", "}")
+    found = rules(ptx(source))
+    assert ("approximation" in found) == (not allowed), found
+
+
 EARLY = """
 extern "C" __global__ void k_norm(const float *w, float *x) {{
     {first}
