@@ -233,14 +233,10 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
 // The results of a unit's heads, from the states of all chunks together, f32[heads, hd + 4] in shared memory.
 DEVICE void store_unit(const AttentionStageArgs &st, const Unit &u, int hd, const float *states) {
     const int parts = (hd + 31) / 32;
-    int j = 0, part = warp_id();
 #pragma unroll 1
-    while (true) {
-#pragma unroll 1
-        for (; part >= parts; part -= parts) j++;
-        if (j >= u.heads) break;
+    for (int i = warp_id(); i < u.heads * parts; i += UNIT_WARPS) {
+        const int j = whole_quotient(i, parts), part = i - j * parts;
         const float *const state = states + j * (hd + 4);
         store_result(st, hd, u.h0 + j, 32 * part, state[32 * part + lane_id() < hd ? 32 * part + lane_id() : 0], state[hd + 1]);
-        part += UNIT_WARPS;
     }
 }

@@ -159,6 +159,7 @@ DEVICE signed char *unit_value(const UnitShared &sh, int hd, int t, int e) { ret
 
 // The new V row, and the scales of both, take their place in a chunk behind the one that they were made in.
 DEVICE void unit_place_row(const UnitShared &sh, int hd, int t) {
+#pragma unroll 1
     for (int e = threadIdx.x; e < hd; e += UNIT_THREADS) *unit_value(sh, hd, t, e) = sh.new_row[hd + e];
     if (threadIdx.x == 0) {
         sh.ks[t] = sh.new_scale[0];

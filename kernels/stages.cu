@@ -53,9 +53,9 @@ DEVICE void norm_matmul_q4(const NormMatmulArgs &a, int block, int blocks, unsig
     store_groups(a.a8, in, part);
 }
 
-// Dynamic shared: MatrixStream, SplitRow, f32[norm_terms(d)]. 64 registers: beside a block of the stage before there is room
-// for one of this.
-KERNEL LAUNCH_BOUNDS(512, 2) void FORM(k_norm_matmul_q4)(const NormMatmulArgs a) {
+// Dynamic shared: MatrixStream, SplitRow, f32[norm_terms(d)]. At most 512 threads; the bound says 576, so that it takes 56
+// registers: beside blocks of the two stages around it there is room for one of this.
+KERNEL LAUNCH_BOUNDS(576, 2) void FORM(k_norm_matmul_q4)(const NormMatmulArgs a) {
     DYNAMIC_SHARED(shared);
     norm_matmul_q4(a, blockIdx.x, gridDim.x, shared);
 }

@@ -139,7 +139,7 @@ def test_head_sizes(head_dim: int, blocks: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 48, 128, 144])
 @pytest.mark.parametrize("blocks", [1, 64])
 def test_places_of_the_new_row(head_dim: int, blocks: int) -> None:
-    """It is made in the launch, and threads hold K's rows: in a block's first chunk, and in a later one."""
+    """Made in the launch, among rows of K that threads hold: in a block's first chunk, and in a later one."""
     for t in range(0, CHUNK, 17):
         compare(CHUNK + t, blocks=blocks, heads=4, kv_heads=1, head_dim=head_dim)
 
