@@ -2,11 +2,22 @@
 #include "port.cuh"
 #include "ucrt.cuh"
 
-// which: 0 expf_ucrt, 1 cosf_ucrt, 2 sinf_ucrt, 3 reciprocal. counts: [0] how many differ, [1] the lowest input that does.
+// which: 0 expf_ucrt, 1 cosf_ucrt, 2 sinf_ucrt, 3 and 4 the latter two by cos_or_sin_ucrt, 5 reciprocal.
+__device__ float value(int which, float x) {
+    switch (which) {
+    case 0: return expf_ucrt(x);
+    case 1: return cosf_ucrt(x);
+    case 2: return sinf_ucrt(x);
+    case 5: return reciprocal(x);
+    default: return cos_or_sin_ucrt(x, which == 3);
+    }
+}
+
+// counts: [0] how many differ, [1] the lowest input that does.
 extern "C" __global__ void k_sweep(int which, unsigned first, unsigned n, const unsigned *expected, unsigned *counts) {
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         const float x = __uint_as_float(first + i);
-        const float y = which == 0 ? expf_ucrt(x) : which == 1 ? cosf_ucrt(x) : which == 2 ? sinf_ucrt(x) : reciprocal(x);
+        const float y = value(which, x);
         if (__float_as_uint(y) != expected[i]) {
             atomicAdd(&counts[0], 1u);
             atomicMin(&counts[1], first + i);

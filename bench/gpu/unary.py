@@ -39,13 +39,15 @@ def all_inputs(context: Context) -> dict[str, Any]:
             0: ("expf_ucrt", ucrt.expf, whole),
             1: ("cosf_ucrt", ucrt.cosf, trig),
             2: ("sinf_ucrt", ucrt.sinf, trig),
+            3: ("cos_or_sin_ucrt, cosine", ucrt.cosf, trig),
+            4: ("cos_or_sin_ucrt, sine", ucrt.sinf, trig),
         },
     )
 
 
 def reciprocals(context: Context) -> dict[str, Any]:
     """``reciprocal`` of all numbers it is for: GPU bits equal those of the CPU's division."""
-    return _compared(context, {3: ("reciprocal", _inverse, [RECIPROCALS])})
+    return _compared(context, {5: ("reciprocal", _inverse, [RECIPROCALS])})
 
 
 def _compared(
