@@ -292,6 +292,8 @@ DEVICE void expert_down(const MoeDownArgs &a, int block, unsigned char *shared) 
         cluster_open(arrived);
         if (own > 0) cluster_expect(arrived, 4 * T * own);
     }
+    // The others learn that this block is there. cluster_begin would do; what this one waits for besides lets the weights of gate
+    // and up go first, at most depths (docs/performance.md).
     cluster_arrive();
     const bool by_warp = warp_can_choose(a.topk.E, T);
     if (!by_warp)
