@@ -259,9 +259,10 @@ DEVICE void start_next() {}
 // before or after they begin to arrive, but not before all threads of the block have received the turn before. cluster_receive,
 // by all threads of the block, returns when the turn's bytes are there to be read, and tells of nothing else; `turn` counts its
 // calls from 0. No send to a gate, or to a place, may be made while the turn before it lacks bytes from whichever block, or is
-// still being read: two gates, each with places of its own, by turns, do where each block hears from all in each turn. A block
-// may leave when it has received all that is sent to it; nobody waits for its own sends. Without clusters cluster_send is a plain
-// store (the GPU has no other there), cluster_receive a barrier of the block, and gates are not used.
+// still being read: two gates, each with places of its own, by turns, do where each block hears from all in each turn, and sends
+// in a turn when all its threads have read the one before. A block may leave when it has received all that is sent to it; nobody
+// waits for its own sends. Without clusters cluster_send is a plain store (the GPU has no other there), cluster_receive a barrier
+// of the block, and gates are not used.
 #if __CUDA_ARCH__ >= 900
 DEVICE int cluster_rank() {
     int rank;

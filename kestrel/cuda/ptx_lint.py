@@ -212,9 +212,29 @@ def lint(ptx: str, declared: Mapping[str, Collection[str]] | None = None) -> lis
 
 
 def _is_corrected(code: str, body: list[tuple[int, str]]) -> bool:
-    """Whether a line is such an approximation, of which the function's fma make use twice."""
-    match = re.match(rf"\s*{re.escape(CORRECTED)}\s+(%\w+),", code)
-    if match is None:
+    """Whether a line is the first of ``near = 1 / a; fma(near, -fma(a, near, -1), near)``, and nothing else
+    in the function makes use of ``near``.
+    """
+    first = re.match(rf"\s*{re.escape(CORRECTED)}\s+(%\w+),\s*(%\w+);", code)
+    if first is None:
         return False
-    used = re.compile(rf"\s*fma\.rn\.f32\s+%\w+,.*{match.group(1)}\b")
-    return sum(used.match(line) is not None for _, line in body) >= 2
+    near, a = first.groups()
+    uses = [line.strip() for _, line in body if re.search(rf"{near}\b", line) and line != code]
+    if len(uses) != 2:
+        return False
+    rest = re.match(rf"fma\.rn\.f32\s+(%\w+),\s*{a},\s*{near},\s*(?:0fBF800000|%\w+);", uses[0])
+    if rest is None:
+        return False
+    if "0fBF800000" not in uses[0]:  # -1 by way of a register
+        minus_one = re.match(r".*,\s*(%\w+);", uses[0])
+        assert minus_one is not None
+        moved = rf"mov\.f32\s+{minus_one.group(1)},\s*0fBF800000;"
+        if not any(re.match(moved, line.strip()) for _, line in body):
+            return False
+    for _, line in body:
+        negated = re.match(rf"neg\.f32\s+(%\w+),\s*{rest.group(1)};", line.strip())
+        if negated is not None:
+            minus = negated.group(1)
+            factors = rf"(?:{near},\s*{minus}|{minus},\s*{near})"
+            return re.match(rf"fma\.rn\.f32\s+%\w+,\s*{factors},\s*{near};", uses[1]) is not None
+    return False

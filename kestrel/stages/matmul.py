@@ -33,7 +33,7 @@ from kestrel.stages.stage import Stage, ceil, names, outputs, rows_of, written
 
 HEAD_BLOCKS = 1024  # as in kernels/head.cu
 NORM_MATMUL_ROWS, MATMUL_ADD_ROWS, HEAD_ROWS = 4, 2, 4  # of a stream, as in the kernels
-MOST_STREAMS = 16  # warps of a block: kernels that stream have 64 registers
+MOST_STREAMS = 16  # warps of a block: kernels that stream have up to 64 registers
 PIECE_STEPS = 16  # of a row that does not stay whole, at most
 STEPS_AT_ONCE = {4: 2, 2: 8}  # of a row, by the rows of a stream, as in kernels/q4_stream.cuh
 GATE_UP_QUADS = 16  # of a unit, as in kernels/gate_up_stage.cu

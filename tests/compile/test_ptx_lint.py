@@ -128,6 +128,11 @@ def test_predicated_instructions_are_looked_at() -> None:
         ("near", False),
         ("fmaf(near, -near, x[0])", False),
         ("near - fmaf(x[0], near, -1.0f)", False),
+        ("fmaf(near, -fmaf(x[1], near, -1.0f), near)", False),  # of another number
+        ("fmaf(near, -fmaf(x[0], near, -2.0f), near)", False),
+        ("fmaf(near, fmaf(x[0], near, -1.0f), near)", False),
+        ("fmaf(near, -fmaf(x[0], near, -1.0f), near) + (y[1] = near)", False),
+        ("fmaf(near, x[1], x[2]) + (y[1] = fmaf(near, x[3], x[4]))", False),
     ],
 )
 def test_an_approximation_must_be_corrected(result: str, allowed: bool) -> None:
