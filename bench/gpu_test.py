@@ -32,7 +32,7 @@ STAGES = {
     "compile": "compute.compile_kernels",
     "pytest": "compute.pytest_gpu",
     "unary": "unary.all_inputs",
-    "reciprocals": "unary.reciprocals",
+    "quotients": "unary.quotients",
     "seed-table": "unary.seed_table",
     "ops": "ops.every_op",
     "geometry": "ops.geometries",

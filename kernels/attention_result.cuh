@@ -24,20 +24,32 @@ DEVICE float merged_before(float right, float &m) {
     return before;
 }
 
-// Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp.
+// Element `first` + lane of head h of the result, `value` over the sum of exponentials, and the a8 of its group, by a warp. Where
+// a value is not for quotient_of_any, all of it is done a second time, with divisions.
 DEVICE void store_result(const AttentionStageArgs &st, int hd, int h, int first, float value, float sum) {
     const int element = h * hd + first + lane_id();
     const bool real = first + lane_id() < hd;
-    const float out = real ? value / sum : 0.0f;
-    if (real) st.attn.out[element] = out;
-    if (st.has_a8) {  // hd is a multiple of 32
-        const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
-        const int code = scale.zero ? 0 : a8_code(out, scale.inv);
-        const int codes = __reduce_add_sync(FULL_WARP, code);
-        st.a8.q[element] = (signed char)code;
-        if (lane_id() == 0) {
-            st.a8.d[element / 32] = scale.d;
-            st.a8.gsum[element / 32] = codes;
+#if KESTREL_FAST
+    float out = real ? value / sum : 0.0f;
+    const bool plain = true;
+#else
+    float out = real ? with_sign_of(quotient_of_any(value, sum, reciprocal(sum)), value) : 0.0f;
+    const bool plain = !real || is_plain_quotient(value, sum);
+#endif
+#pragma unroll 1
+    for (bool again = false;; again = true) {
+        if (real) st.attn.out[element] = out;
+        if (st.has_a8) {  // hd is a multiple of 32
+            const A8Scale scale = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(out) & 0x7fffffffu));
+            const int code = scale.zero ? 0 : a8_code(out, scale.inv);
+            const int codes = __reduce_add_sync(FULL_WARP, code);
+            st.a8.q[element] = (signed char)code;
+            if (lane_id() == 0) {
+                st.a8.d[element / 32] = scale.d;
+                st.a8.gsum[element / 32] = codes;
+            }
         }
+        if (__all_sync(FULL_WARP, plain) || again) break;
+        out = real ? value / sum : 0.0f;
     }
 }

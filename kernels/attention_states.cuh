@@ -157,7 +157,7 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
     RowSource source = unit_row_source<N>(st, u, HS, hd, warp_id(), rows);
     settle(source.at);  // ahead of the wait for what lies there
     settle(source.has);
-    const float inverse_hd = 1.0f / (float)hd;
+    const float inverse_hd = reciprocal((float)hd);
     if (!start.waited) {
         unit_angles(st.rope, hd, u.pos, sh.angle);
         __syncthreads();

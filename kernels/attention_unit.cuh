@@ -285,7 +285,7 @@ DEVICE void unit_row(const AttentionStageArgs &st, const UnitShared &sh, const U
             __syncwarp();
             ss = sum_in_lanes<2 * N>(squares + lane, hd - lane, hd);
 #endif
-            const float r = inverse_sqrt(mean_of(ss, hd, inverse_hd) + (is_q ? st.q_norm.eps : st.k_norm.eps));
+            const float r = inverse_rms(ss, hd, inverse_hd, is_q ? st.q_norm.eps : st.k_norm.eps);
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 x0[n] = (x0[n] * r) * rw.w0[n];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forms.cuh"
+#include "quotient.cuh"
 
 // Sum over a warp as a tree, for the fast forms; every lane gets it.
 DEVICE float warp_sum_f32(float v) {
@@ -24,27 +25,6 @@ template <int BATCH> DEVICE float sum_in_lanes(const float *mine, int left, int 
         mine += 32 * BATCH, left -= 32 * BATCH, n -= 32 * BATCH;
     } while (n > 0);
     return warp_hsum32(sum);
-}
-
-// a / b, rounded as a division rounds, by the rounded 1 / b: the rest of a first quotient corrects it. Without over- and
-// underflow that is exact for b = 127 and any a, for a = 127 and any b, and for all b that are rows' lengths
-// (tests/numerics/test_quotient.py), in a third of a division's time.
-DEVICE float quotient(float a, float b, float inverse) {
-    const float q = a * inverse;
-    return fma_f32(fma_f32(-b, q, a), inverse, q);
-}
-
-// ss / d of a sum of squares, by the rounded 1 / d. Neither the rest nor the quotient underflows above 2^-60; an infinity has no
-// rest.
-DEVICE float mean_of(float ss, int d, float inverse) {
-#if KESTREL_FAST
-    (void)d;
-    return ss * inverse;
-#else
-    float mean = quotient(ss, (float)d, inverse);
-    if (__builtin_expect(!(ss >= 8.6736174e-19f && f32_bits(ss) < KESTREL_INF_BITS), 0)) mean = ss / (float)d;
-    return mean;
-#endif
 }
 
 // Floats that the terms of a row's norm take.
@@ -154,7 +134,7 @@ DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float
     const int all = blocks + tail;
     const float *mine = terms + lane_id();
     int left = all - lane_id();
-    float inverse = 1.0f / (float)d;
+    float inverse = reciprocal((float)d);
     settle_shared(mine);
     settle(left);
     settle(inverse);
@@ -183,7 +163,7 @@ DEVICE float norm_scale(const float *x, int spread, const float *w, int d, float
     __syncthreads();
     // The first warp has the tail; the others leave shared memory to those that have a block.
     if (warp_id() > 0 && 32 * warp_id() >= blocks) return 0.0f;
-    return inverse_sqrt(mean_of(sum_in_lanes<8>(mine, left, all), d, inverse) + eps);
+    return inverse_rms(sum_in_lanes<8>(mine, left, all), d, inverse, eps);
 }
 
 // Leaves the normalised row in sh.x; waits as norm_scale does; ends with a barrier. x, w: f32[d] in global memory.

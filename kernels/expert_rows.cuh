@@ -48,12 +48,24 @@ struct StagedRow {
 };
 
 // h of one element is silu of its gate, times up.
+#if KESTREL_FAST
 DEVICE float silu_form(float gate) { return gate / (1.0f + exp_form(-gate)); }
+#else
+// gate / (1 + expf_ucrt(-gate)) without a branch. Above 30 the exponential is lost in the sum; below -30 both sides are scaled,
+// so that the inverse keeps its digits; where the exponential is infinite, the quotient is -0, but of an infinity NaN.
+DEVICE float silu_form(float gate) {
+    const float down = gate < -30.0f ? 5.4210109e-20f : 1.0f;  // 2^-64
+    const float b = (1.0f + expf_ucrt_within(-gate, EXPF_UCRT_TABLE)) * down;
+    float y = with_sign_of(quotient(gate * down, b, reciprocal(b)), gate);
+    y = gate > 30.0f ? gate : y;
+    return gate <= -88.7228394f ? -(gate - gate) : y;
+}
+#endif
 DEVICE float swiglu_element(float gate, float up) { return silu_form(gate) * up; }
 
 // a8 of one group by a warp, lane i holding element i, as group `g` of the op's output.
 DEVICE void warp_a8_element(float v, const QuantizeA8Args &a8, long long g) {
-    const A8Scale s = a8_scale(__reduce_max_sync(FULL_WARP, f32_bits(v) & 0x7fffffffu));
+    const A8Scale s = a8_scale_quick(__reduce_max_sync(FULL_WARP, f32_bits(v) & 0x7fffffffu));
     const int code = s.zero ? 0 : a8_code(v, s.inv);
     a8.q[32 * g + lane_id()] = (signed char)code;
     const int sum = __reduce_add_sync(FULL_WARP, code);

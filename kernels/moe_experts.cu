@@ -25,22 +25,22 @@ struct QuadRing {
     unsigned char *halves;      // u8[RING_HALVES][72 * G]
     int groups, per_expert;
     int first, apart;  // the warp's first quad, and from one to its next
-    // The next half to be asked for: its number, place in the ring, rank of its expert, first group within the expert's matrix.
-    int next, slot, rank, group;
+    // The next half to be asked for: its matrix, place in the ring, rank of its expert, first group within the expert's matrix.
+    int matrix, slot, rank, group;
 
     DEVICE_MEMBER int bytes() const { return 72 * groups; }  // kestrel/stages/moe.py: the same
     DEVICE_MEMBER int quad(int half) const { return first + half / 2 * apart; }
 
-    // All but what depends on the choice, ahead of the moment that counts.
+    // All but what depends on the choice, ahead of the moment that counts: the half's place in the ring is free.
     DEVICE_MEMBER void prepare(int half) {
-        next = half;
+        matrix = half % 2;
         slot = half % RING_HALVES;
         rank = (int)((unsigned)quad(half) / (unsigned)per_expert);
         group = 4 * (quad(half) - rank * per_expert) * groups;
         bulk_expect(gates + slot, bytes());
     }
     DEVICE_MEMBER void ask() const {
-        const Weight &w = a.mm.w[next % 2];
+        const Weight &w = a.mm.w[matrix];
         const long long g = (long long)ids[rank] * (w.n * groups) + group;
         unsigned char *const to = halves + slot * bytes();
         bulk_copy(to, (const unsigned char *)w.codes + 16 * g, 64 * groups, gates + slot);
@@ -48,27 +48,35 @@ struct QuadRing {
     }
 };
 
-#define HALF_STEPS 4  // of eight groups, of which a lane has the dots on their way together
+#define HALF_PAIRS 2  // of steps of eight groups, of which a lane has the dots on their way together
 
-// The sums of a half: eight lanes to a row, each of which is one of the eight sums of its row; all of them get it. half: as in
-// QuadRing; G is a multiple of 8.
+// The sums of a half: row lane / 8 to every lane. half: as in QuadRing; G is a multiple of 8. Sixteen lanes have two rows, so
+// that what they read of the input serves both; eight of them take the even steps, eight the odd ones, each one of the eight sums
+// of a row. The terms of the row that is not a lane's own go to the lane whose it is, which adds them in order.
 DEVICE float half_sum(const unsigned char *half, const StagedRow &in, int groups) {
-    const int lane = lane_id(), l = lane % 8, first_group = lane / 8 * groups + l;
-    const uint4 *const codes = (const uint4 *)half + first_group;
-    const unsigned short *const scale = (const unsigned short *)(half + 64 * groups) + first_group;
+    const int lane = lane_id(), l = lane % 8, odd = lane / 8 % 2, rows = 2 * (lane / 16) * groups;
+    const uint4 *const codes = (const uint4 *)half + rows;
+    const unsigned short *const scale = (const unsigned short *)(half + 64 * groups) + rows;
     float acc = 0.0f;
 #pragma unroll 1
-    for (int first = 0; first < groups; first += 8 * HALF_STEPS) {
-        float dot[HALF_STEPS], ws[HALF_STEPS];
+    for (int first = 0; first < groups; first += 16 * HALF_PAIRS) {
+        float dot[2 * HALF_PAIRS], ws[2 * HALF_PAIRS];
 #pragma unroll
-        for (int u = 0; u < HALF_STEPS; u++) {
-            const int at = first + 8 * u < groups ? first + 8 * u : first;  // past the end the first again, added to nothing
-            dot[u] = q4_dot(codes[at], in.lo[at + l], in.hi[at + l], q4_bias(in.gsum[at + l]));
-            ws[u] = half_to_float(scale[at]) * in.d[at + l];
+        for (int u = 0; u < HALF_PAIRS; u++) {
+            const int next = first + 16 * u + 8 * odd + l, g = next < groups ? next : l;  // past the end any, added to nothing
+            const uint4 lo = in.lo[g], hi = in.hi[g];
+            const int bias = q4_bias(in.gsum[g]);
+            const float d = in.d[g];
+            const float dot0 = q4_dot(codes[g], lo, hi, bias), dot1 = q4_dot(codes[g + groups], lo, hi, bias);
+            const float ws0 = half_to_float(scale[g]) * d, ws1 = half_to_float(scale[g + groups]) * d;
+            const float other_dot = __shfl_xor_sync(FULL_WARP, odd ? dot0 : dot1, 8);
+            const float other_ws = __shfl_xor_sync(FULL_WARP, odd ? ws0 : ws1, 8);
+            dot[2 * u] = odd ? other_dot : dot0, dot[2 * u + 1] = odd ? dot1 : other_dot;
+            ws[2 * u] = odd ? other_ws : ws0, ws[2 * u + 1] = odd ? ws1 : other_ws;
         }
 #pragma unroll
-        for (int u = 0; u < HALF_STEPS; u++)
-            if (first + 8 * u < groups) acc = fma_f32(dot[u], ws[u], acc);
+        for (int i = 0; i < 2 * HALF_PAIRS; i++)
+            if (first + 8 * i < groups) acc = fma_f32(dot[i], ws[i], acc);
     }
     return group_hsum8(acc);
 }
@@ -119,11 +127,9 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     unsigned round = 0;  // of the ring
 #pragma unroll 1
     for (int half = 0; half < mine; half++) {
+        if (half + 1 < mine) ring.prepare(half + 1);
         bulk_wait(ring.gates + slot, round);
-        if (half + 1 < mine) {
-            ring.prepare(half + 1);
-            ring.ask();
-        }
+        if (half + 1 < mine) ring.ask();
         const float sum = half_sum(ring.halves + slot * ring.bytes(), in, groups);
         __syncwarp();  // before its place is asked for again
         if (half % 2 == 0)
@@ -248,28 +254,32 @@ DEVICE float four_hsum8(const float *acc) {
 #define DOWN_LOADS 3  // of 16 bytes of h that a thread has on their way
 
 // a8 of the experts' inputs, `all` groups of h, f32[all, 32 + spread], by the block: eight lanes to a group, four elements to
-// each.
+// each. What is past the last is the last again, and nobody stores it.
 DEVICE void down_inputs(const DownShared &sh, const float *h, int spread, int all) {
-    const float4 *const from = (const float4 *)h;
+    const int warp = __shfl_sync(FULL_WARP, warp_id(), 0);  // the compiler sees that a warp stays together
 #pragma unroll 1
-    for (int base = threadIdx.x; base - lane_id() < 8 * all; base += DOWN_LOADS * blockDim.x) {  // whole warps
+    for (int first = 32 * warp; first < 8 * all; first += DOWN_LOADS * blockDim.x) {
+        int at[DOWN_LOADS];
         float4 x[DOWN_LOADS];
+        unsigned codes[DOWN_LOADS];
+        float d[DOWN_LOADS];
+        int sum[DOWN_LOADS];
 #pragma unroll
         for (int i = 0; i < DOWN_LOADS; i++) {
-            const int at = base + i * (int)blockDim.x;
-            x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (at < 8 * all) x[i] = load_l2(from + at + at / 8 * (spread / 4));
+            at[i] = first + i * (int)blockDim.x + lane_id();
+            const int real = at[i] < 8 * all ? at[i] : 8 * all - 1;
+            x[i] = load_l2((const float4 *)h + real + real / 8 * (spread / 4));
         }
 #pragma unroll
         for (int i = 0; i < DOWN_LOADS; i++) {
-            const int at = base + i * (int)blockDim.x;
             const float v[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-            float d;
-            int sum;
-            const unsigned codes = a8_group(v, &d, &sum);
-            if (at >= 8 * all) continue;
-            ((unsigned *)sh.q)[at] = codes;
-            if (at % 8 == 0) sh.d[at / 8] = d, sh.gsum[at / 8] = sum;
+            codes[i] = a8_group(v, &d[i], &sum[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < DOWN_LOADS; i++) {
+            if (at[i] >= 8 * all) continue;
+            ((unsigned *)sh.q)[at[i]] = codes[i];
+            if (at[i] % 8 == 0) sh.d[at[i] / 8] = d[i], sh.gsum[at[i] / 8] = sum[i];
         }
     }
 }

@@ -6,6 +6,8 @@
 #include "contract.cuh"
 #include "op_args.h"
 
+#define ROOT_FROM 8.271806e-25f  // 2^-80
+
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 
 #define KERNEL extern "C" __global__
@@ -104,14 +106,40 @@ DEVICE unsigned arrive(unsigned *counter, unsigned last) {
 }
 
 // 1 / a, rounded as a division rounds, of a from 2^-100 to 2^64: what the compiler makes of 1.0f / a but for its branch to other
-// a, which keeps what lies around it from being interleaved. Compared with the division for all of them (bench/gpu/unary.py).
+// a, which keeps what lies around it from being interleaved. Compared with the division for all of them (bench/gpu/unary.py). The
+// lint takes an approximation only in these very instructions (kestrel/cuda/ptx_lint.py).
 DEVICE float reciprocal(float a) {
 #if KESTREL_FAST
     return 1.0f / a;
 #else
-    float near;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(a));
-    return fma_f32(near, -fma_f32(a, near, -1.0f), near);
+    float inverse;
+    asm("{\n\t.reg .f32 near, rest;\n\t"
+        "rcp.approx.ftz.f32 near, %1;\n\t"
+        "fma.rn.f32 rest, %1, near, 0fBF800000;\n\t"
+        "neg.f32 rest, rest;\n\t"
+        "fma.rn.f32 %0, near, rest, near;\n\t}"
+        : "=f"(inverse)
+        : "f"(a));
+    return inverse;
+#endif
+}
+
+// The root of x, rounded as sqrt rounds, of finite x from ROOT_FROM on: likewise.
+DEVICE float root(float x) {
+#if KESTREL_FAST
+    return sqrtf(x);
+#else
+    float y;
+    asm("{\n\t.reg .f32 near, half, guess, rest;\n\t"
+        "rsqrt.approx.ftz.f32 near, %1;\n\t"
+        "mul.rn.f32 guess, %1, near;\n\t"
+        "mul.rn.f32 half, near, 0f3F000000;\n\t"
+        "neg.f32 rest, guess;\n\t"
+        "fma.rn.f32 rest, rest, guess, %1;\n\t"
+        "fma.rn.f32 %0, rest, half, guess;\n\t}"
+        : "=f"(y)
+        : "f"(x));
+    return y;
 #endif
 }
 
@@ -392,6 +420,7 @@ DEVICE int load_l2(const int *p) { return *p; }
 DEVICE unsigned load_l2(const unsigned *p) { return *p; }
 DEVICE unsigned arrive(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 DEVICE float reciprocal(float a) { return 1.0f / a; }
+DEVICE float root(float x) { return sqrt_f32(x); }
 DEVICE float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 DEVICE void settle(int &) {}
 DEVICE void settle(float &) {}

@@ -66,8 +66,9 @@ DEVICE void block_choose(const float *logits, int E, int T, const ChoiceShared &
 }
 
 // The same choice by one warp, for up to 128 experts and 32 ranks: ids, i32[count]. A lane holds four neighbouring experts in
-// rank order and puts its best one forward; each round takes the best of those, of equal ones that of the lowest lane. No
-// barrier at the end.
+// rank order and puts its best one forward; each round takes the best of those, of equal ones that of the lowest lane. That some
+// are equal is rare, and to see who is the lowest takes as long as to find the best: so a first pass takes all that are equal,
+// and where there were several, a second one chooses again. No barrier at the end.
 #define WARP_CHOOSE_EXPERTS 128
 #define WARP_CHOOSE_RANKS 32
 DEVICE bool warp_can_choose(int E, int T) { return E <= WARP_CHOOSE_EXPERTS && T <= WARP_CHOOSE_RANKS; }
@@ -84,35 +85,58 @@ DEVICE float4 lane_logits(const float *logits, int E) {
     return v;
 }
 
-DEVICE void warp_choose(float4 v, int E, int count, int *ids) {
-    const int lane = lane_id();
-    unsigned key[4] = {rank_key(v.x), rank_key(v.y), rank_key(v.z), rank_key(v.w)};
-    unsigned order = 0x3210u;  // a nibble for each key: whose it is
+// A lane's experts, best first.
+struct LaneExperts {
+    unsigned key[4], order;  // order: a nibble for each key, whose it is
+
+    DEVICE_MEMBER LaneExperts(float4 v, int E) {
+        key[0] = rank_key(v.x), key[1] = rank_key(v.y), key[2] = rank_key(v.z), key[3] = rank_key(v.w);
+        order = 0x3210u;
 #pragma unroll
-    for (int j = 0; j < 4; j++) key[j] = 4 * lane + j < E ? key[j] : 0u;  // below every expert's
-    // A merge of two sorted pairs: up to the last step whatever is compared lies in the order of its index.
-    auto sort = [&](int i, int j, bool swap, unsigned flip) {
+        for (int j = 0; j < 4; j++) key[j] = 4 * lane_id() + j < E ? key[j] : 0u;  // below every expert's
+        // A merge of two sorted pairs: up to the last step whatever is compared lies in the order of its index.
+        sort(0, 1, key[1] > key[0], 0x0011u);
+        sort(2, 3, key[3] > key[2], 0x1100u);
+        sort(0, 2, key[2] > key[0], 0x0101u);
+        sort(1, 3, key[3] > key[1], 0x1010u);
+        sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
+    }
+    DEVICE_MEMBER void sort(int i, int j, bool swap, unsigned flip) {
         const unsigned a = key[i], b = key[j];
         key[i] = swap ? b : a;
         key[j] = swap ? a : b;
         // flip has ones where the nibbles of i and j lie
         const unsigned x = (order >> 4 * i ^ order >> 4 * j) & 0xfu;
         order ^= swap ? x * flip : 0u;
-    };
-    sort(0, 1, key[1] > key[0], 0x0011u);
-    sort(2, 3, key[3] > key[2], 0x1100u);
-    sort(0, 2, key[2] > key[0], 0x0101u);
-    sort(1, 3, key[3] > key[1], 0x1010u);
-    sort(1, 2, key[2] > key[1] || (key[2] == key[1] && (order >> 8 & 0xfu) < (order >> 4 & 0xfu)), 0x0110u);
+    }
+    // Takes the best one away, whose index is returned.
+    DEVICE_MEMBER int take() {
+        const int e = 4 * lane_id() + (int)(order & 3u);
+        key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
+        order >>= 4;
+        return e;
+    }
+};
+
+DEVICE void warp_choose(float4 v, int E, int count, int *ids) {
+    LaneExperts own(v, E);
+    unsigned ties = 0;
 #pragma unroll 1
     for (int t = 0; t < count; t++) {
-        const unsigned best = __reduce_max_sync(FULL_WARP, key[0]);
-        const unsigned equal = __ballot_sync(FULL_WARP, key[0] == best);
-        if (__ffs((int)equal) - 1 == lane) {  // of equal ones the lowest index
-            ids[t] = 4 * lane + (int)(order & 3u);
-            key[0] = key[1], key[1] = key[2], key[2] = key[3], key[3] = 0;
-            order >>= 4;
-        }
+        const unsigned best = __reduce_max_sync(FULL_WARP, own.key[0]);
+        const bool mine = own.key[0] == best;
+        const unsigned equal = __ballot_sync(FULL_WARP, mine);
+        ties |= equal & (equal - 1);
+        if (mine) ids[t] = own.take();
+    }
+    if (__builtin_expect(ties == 0, 1)) return;
+    __syncwarp();
+    own = LaneExperts(v, E);
+#pragma unroll 1
+    for (int t = 0; t < count; t++) {
+        const unsigned best = __reduce_max_sync(FULL_WARP, own.key[0]);
+        const unsigned equal = __ballot_sync(FULL_WARP, own.key[0] == best);
+        if (__ffs((int)equal) - 1 == lane_id()) ids[t] = own.take();  // of equal ones the lowest index
     }
 }
 

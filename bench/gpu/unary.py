@@ -1,4 +1,4 @@
-"""Functions of one number on the GPU against the CPU, and the table of the project's first source."""
+"""Functions of one number, and quotients, on the GPU against the CPU; the table of the first source."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kestrel import ucrt
 
 BLOCK = 1 << 24  # inputs compared at a time
 RECIPROCALS = (0x0D800000, 0x5F800000 + 1)  # bits of 2^-100 to 2^64
+ROOTS = (0x17800000, 0x7F800000)  # 2^-80 to the largest number
 TRIG_LIMIT = int(np.float32(131072.0).view(np.uint32))  # cosf and sinf up to |x| = 131072
 
 Function = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
@@ -45,9 +46,65 @@ def all_inputs(context: Context) -> dict[str, Any]:
     )
 
 
-def reciprocals(context: Context) -> dict[str, Any]:
-    """``reciprocal`` of all numbers it is for: GPU bits equal those of the CPU's division."""
-    return _compared(context, {5: ("reciprocal", _inverse, [RECIPROCALS])})
+def _silu(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(x / (np.float32(1) + ucrt.expf(-x)), np.float32)
+
+
+def quotients(context: Context) -> dict[str, Any]:
+    """Quotients and roots without branches: GPU bits equal those of the CPU's divisions and roots.
+
+    ``reciprocal`` and ``root`` of all numbers that they are for, ``silu_form`` of all numbers, and many pairs
+    of numbers for the quotient of an attention result.
+    """
+    found = _compared(
+        context,
+        {
+            5: ("reciprocal", _inverse, [RECIPROCALS]),
+            6: ("root", np.sqrt, [ROOTS]),
+            7: ("silu_form", _silu, [(0, 1 << 32)]),
+        },
+    )
+    code = DeviceCode("sweep.cu")
+    rng = np.random.default_rng(20261201)
+    for name, make in {"any": _any_pairs, "nearly halfway": _halfway_pairs}.items():
+        counts = code.cupy.array([0, 0xFFFFFFFF, 0], code.cupy.uint32)
+        rounds = 4 if context.quick else 32
+        for _ in range(rounds):
+            a, b = make(rng, BLOCK)
+            with np.errstate(all="ignore"):
+                expected = (a / b).view(np.uint32)
+            sent = [code.cupy.asarray(v) for v in (a, b, expected)]
+            code.launch("k_sweep_quotients", *sent[:2], np.uint32(BLOCK), sent[2], counts)
+        different, lowest, others = (int(v) for v in counts.get())
+        checked = {"inputs": rounds * BLOCK - others, "different": different, "left to a division": others}
+        found["functions"][f"quotient, {name}"] = checked
+        line = f"quotient, {name}: {different} of {checked['inputs']} differ"
+        print(f"   {line}", flush=True)
+        found["summary"] += f", {line}"
+        if different:
+            found["failures"].append(f"{line}, the first of its round {lowest}")
+        if checked["inputs"] < rounds * BLOCK // 4:
+            found["failures"].append(f"quotient, {name}: {others} of {rounds * BLOCK} pairs were left out")
+    return found
+
+
+def _any_pairs(rng: np.random.Generator, n: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Any bits over 1 to 2^64, by their bits: infinities, NaN, zeros and subnormal numbers among them."""
+    a = rng.integers(0, 1 << 32, n, dtype=np.uint32)
+    a[: n // 64] &= 0x80000000
+    b = rng.integers(0x3F800000, 0x5F800001, n, dtype=np.uint32)
+    b[: n // 16] = 0x3F800000
+    return a.view(np.float32), b.view(np.float32)
+
+
+def _halfway_pairs(
+    rng: np.random.Generator, n: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Numbers whose quotient lies as near as can be to the middle between two floats."""
+    b = rng.integers(0x3F800000, 0x49800000, n, dtype=np.uint32).view(np.float32)
+    middle = 1 + (2 * rng.integers(0, 1 << 23, n) + 1) / 2.0**24
+    return (middle * b).astype(np.float32), b
 
 
 def _compared(

@@ -61,8 +61,27 @@ DECLARED_FMA: Mapping[str, frozenset[str]] = {
     "k_attn_merge": frozenset({"f32", "f64"}),
 }
 
-# An approximation that two fma correct to what a division rounds to (``reciprocal`` in kernels/port.cuh).
-CORRECTED = "rcp.approx.ftz.f32"
+# Approximations that the instructions behind them correct to what a division and a root round to: the
+# inline assembly of ``reciprocal`` and ``root`` in kernels/port.cuh, to the letter. ``in`` and ``out`` are
+# registers.
+CORRECTED = (
+    (
+        ".reg .f32 near, rest;",
+        "rcp.approx.ftz.f32 near, in;",
+        "fma.rn.f32 rest, in, near, 0fBF800000;",
+        "neg.f32 rest, rest;",
+        "fma.rn.f32 out, near, rest, near;",
+    ),
+    (
+        ".reg .f32 near, half, guess, rest;",
+        "rsqrt.approx.ftz.f32 near, in;",
+        "mul.rn.f32 guess, in, near;",
+        "mul.rn.f32 half, near, 0f3F000000;",
+        "neg.f32 rest, guess;",
+        "fma.rn.f32 rest, rest, guess, in;",
+        "fma.rn.f32 out, rest, half, guess;",
+    ),
+)
 
 _FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
 _INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w]*(?:\.[\w:]+)*)(?=[\s;])")
@@ -205,36 +224,27 @@ def lint(ptx: str, declared: Mapping[str, Collection[str]] | None = None) -> lis
         if name in entries and name not in table:
             findings.append(Finding(name, "kernel without an entry in DECLARED_FMA", body[0][0], name))
         fma = table.get(name, ()) if name in entries else anywhere
-        for number, code in body:
-            if not _is_corrected(code, body):
+        corrected = _corrected(body)
+        for at, (number, code) in enumerate(body):
+            if at not in corrected:
                 findings += instruction_findings(name, number, code, fma)
     return findings
 
 
-def _is_corrected(code: str, body: list[tuple[int, str]]) -> bool:
-    """Whether a line is the first of ``near = 1 / a; fma(near, -fma(a, near, -1), near)``, and nothing else
-    in the function makes use of ``near``.
-    """
-    first = re.match(rf"\s*{re.escape(CORRECTED)}\s+(%\w+),\s*(%\w+);", code)
-    if first is None:
-        return False
-    near, a = first.groups()
-    uses = [line.strip() for _, line in body if re.search(rf"{near}\b", line) and line != code]
-    if len(uses) != 2:
-        return False
-    rest = re.match(rf"fma\.rn\.f32\s+(%\w+),\s*{a},\s*{near},\s*(?:0fBF800000|%\w+);", uses[0])
-    if rest is None:
-        return False
-    if "0fBF800000" not in uses[0]:  # -1 by way of a register
-        minus_one = re.match(r".*,\s*(%\w+);", uses[0])
-        assert minus_one is not None
-        moved = rf"mov\.f32\s+{minus_one.group(1)},\s*0fBF800000;"
-        if not any(re.match(moved, line.strip()) for _, line in body):
-            return False
-    for _, line in body:
-        negated = re.match(rf"neg\.f32\s+(%\w+),\s*{rest.group(1)};", line.strip())
-        if negated is not None:
-            minus = negated.group(1)
-            factors = rf"(?:{near},\s*{minus}|{minus},\s*{near})"
-            return re.match(rf"fma\.rn\.f32\s+%\w+,\s*{factors},\s*{near};", uses[1]) is not None
-    return False
+def _corrected(body: list[tuple[int, str]]) -> set[int]:
+    """The places of the approximations in ``body`` that begin one of ``CORRECTED``, in braces."""
+    lines = [" ".join(code.split()) for _, code in body]
+    places: set[int] = set()
+    for at, line in enumerate(lines):
+        source = re.fullmatch(r"\w+\.approx\.ftz\.f32 near, (%\w+);", line)
+        if source is None:
+            continue
+        for block in CORRECTED:
+            end = at + len(block)  # behind the closing brace
+            result = re.fullmatch(r"fma\.rn\.f32 (%\w+), .*", lines[end - 2]) if end <= len(lines) else None
+            if result is not None:
+                wanted = [re.sub(r"\bin\b", source.group(1), text) for text in block]
+                wanted = [re.sub(r"\bout\b", result.group(1), text) for text in wanted]
+                if lines[at - 2 : end] == ["{", *wanted, "}"]:
+                    places.add(at)
+    return places

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kestrel.cuda import compile as nvrtc
-from kestrel.cuda.ptx_lint import early_findings, entry_points, functions, lint
+from kestrel.cuda.ptx_lint import CORRECTED, early_findings, entry_points, functions, lint
 from kestrel.cuda.sources import kernel_sources
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
@@ -121,30 +123,36 @@ def test_predicated_instructions_are_looked_at() -> None:
     assert rules(text) == {"approximation", "flush-to-zero"}
 
 
-@pytest.mark.parametrize(
-    ("result", "allowed"),
-    [
-        ("fmaf(near, -fmaf(x[0], near, -1.0f), near)", True),
-        ("near", False),
-        ("fmaf(near, -near, x[0])", False),
-        ("near - fmaf(x[0], near, -1.0f)", False),
-        ("fmaf(near, -fmaf(x[1], near, -1.0f), near)", False),  # of another number
-        ("fmaf(near, -fmaf(x[0], near, -2.0f), near)", False),
-        ("fmaf(near, fmaf(x[0], near, -1.0f), near)", False),
-        ("fmaf(near, -fmaf(x[0], near, -1.0f), near) + (y[1] = near)", False),
-        ("fmaf(near, x[1], x[2]) + (y[1] = fmaf(near, x[3], x[4]))", False),
-    ],
-)
-def test_an_approximation_must_be_corrected(result: str, allowed: bool) -> None:
-    source = f"""
-    extern "C" __global__ void k_norm(const float *x, float *y) {{{{
-        float near;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x[0]));
-        y[0] = {result};
-    }}}}
-    """.replace("{{", "{").replace("}}", "}")
-    found = rules(ptx(source))
-    assert ("approximation" in found) == (not allowed), found
+def in_braces(*lines: str) -> str:
+    body = "\n".join(["{", *lines, "}"])
+    return f".visible .entry k_norm(\n)\n{{\n{body}\n}}\n"
+
+
+@pytest.mark.parametrize("block", CORRECTED)
+def test_an_approximation_must_be_corrected(block: tuple[str, ...]) -> None:
+    block = tuple(re.sub(r"\bin\b", "%f1", re.sub(r"\bout\b", "%f2", line)) for line in block)
+    assert rules(in_braces(*block), "f32") == set()
+    for at, line in enumerate(block[1:], 1):
+        refused = {"approximation", "flush-to-zero"} if at > 1 else {"approximation"}
+        if at > 1:  # a step left out
+            assert rules(in_braces(*block[:at], *block[at + 1 :]), "f32") == refused
+        for register in set(re.findall(r"near|rest|half|guess|%f[12]", line)):  # a step of other numbers
+            changed = (*block[:at], line.replace(register, "%f3"), *block[at + 1 :])
+            result = at == len(block) - 1 and register == "%f2"  # which may be any
+            assert result or refused <= rules(in_braces(*changed), "f32"), changed
+    assert "approximation" in rules(in_braces(*block, "mov.f32 %f3, near;"), "f32")
+    assert "approximation" in rules(in_braces("mov.f32 %f3, 0f00000000;", *block), "f32")
+
+
+def test_the_corrections_are_those_of_the_kernels() -> None:
+    text = b"""
+    #include "port.cuh"
+    extern "C" __global__ void k_norm(float *x) { x[0] = reciprocal(x[0]) + root(x[1]); }
+    """
+    compiled = nvrtc.compile_source("corrected.cu", text, kernel_sources().headers, "sm_90").ptx
+    assert "rcp.approx" in compiled
+    assert "rsqrt.approx" in compiled
+    assert rules(compiled, "f32") == set()
 
 
 EARLY = """
