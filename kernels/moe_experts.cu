@@ -25,26 +25,34 @@ struct QuadRing {
     unsigned char *halves;      // u8[RING_HALVES][72 * G]
     int groups, per_expert;
     int first, apart;  // the warp's first quad, and from one to its next
-    // The next half to be asked for: its matrix, place in the ring, rank of its expert, first group within the expert's matrix.
-    int matrix, slot, rank, group;
+    // The next half to be asked for: where its weights would be of expert 0, groups from one expert to the next, the rank of its
+    // own, its place in the ring.
+    const unsigned char *codes;
+    const unsigned short *scale;
+    int expert, rank, slot;
 
     DEVICE_MEMBER int bytes() const { return 72 * groups; }  // kestrel/stages/moe.py: the same
     DEVICE_MEMBER int quad(int half) const { return first + half / 2 * apart; }
 
     // All but what depends on the choice, ahead of the moment that counts: the half's place in the ring is free.
     DEVICE_MEMBER void prepare(int half) {
-        matrix = half % 2;
-        slot = half % RING_HALVES;
+        const Weight &w = a.mm.w[half % 2];
         rank = (int)((unsigned)quad(half) / (unsigned)per_expert);
-        group = 4 * (quad(half) - rank * per_expert) * groups;
+        const int group = 4 * (quad(half) - rank * per_expert) * groups;
+        codes = (const unsigned char *)w.codes + 16 * (long long)group;
+        scale = w.scale + group;
+        expert = w.n * groups;
+        slot = half % RING_HALVES;
+        settle(codes);
+        settle(scale);
+        settle(expert);
         bulk_expect(gates + slot, bytes());
     }
     DEVICE_MEMBER void ask() const {
-        const Weight &w = a.mm.w[matrix];
-        const long long g = (long long)ids[rank] * (w.n * groups) + group;
+        const long long g = (long long)ids[rank] * expert;
         unsigned char *const to = halves + slot * bytes();
-        bulk_copy(to, (const unsigned char *)w.codes + 16 * g, 64 * groups, gates + slot);
-        bulk_copy(to + 64 * groups, w.scale + g, 8 * groups, gates + slot);
+        bulk_copy(to, codes + 16 * g, 64 * groups, gates + slot);
+        bulk_copy(to + 64 * groups, scale + g, 8 * groups, gates + slot);
     }
 };
 
@@ -91,11 +99,13 @@ DEVICE void expert_gate_up(const GateUpArgs &a, int block, int blocks, unsigned 
     unsigned char *const behind = (unsigned char *)(gates + warps * size);
     const ChoiceShared choice = choice_shared(behind, a.topk.E, T);
     const bool by_warp = warp_can_choose(a.topk.E, T), chooses = by_warp && warp == warps - 1;
-    // The run of the block, and this warp's halves of it.
-    const int begin = (int)((long long)quads * block / blocks), end = (int)((long long)quads * (block + 1) / blocks);
+    // The run of the block, and this warp's halves of it. The first blocks have one quad more: they know their experts first, ask
+    // first, and are served first.
+    const int each = (int)((unsigned)quads / (unsigned)blocks), more = quads - each * blocks;
+    const int begin = each * block + (block < more ? block : more), end = begin + each + (block < more);
     const int mine = begin + warp < end ? 2 * ((end - begin - 1 - warp) / warps + 1) : 0;
     QuadRing ring = {a, choice.ids, gates + warp * size, behind + choice_shared_bytes(a.topk.E, T), groups, per_expert,
-                     begin + warp, warps, 0, 0, 0, 0};
+                     begin + warp, warps, nullptr, nullptr, 0, 0, 0};
     ring.halves += warp * size * ring.bytes();
     for (int i = 0; i < size; i++) bulk_open(ring.gates + i);
     if (mine > 0) ring.prepare(0);
