@@ -94,7 +94,7 @@ DEVICE void attention_cluster(const AttentionClusterArgs &c, unsigned char *shar
     if (warp_id() == 0) cluster_expect(gate, u.chunks * parts.bytes(side, hd));
     UnitStart start = {HS, false};
     bool begun = false;  // the other blocks have
-    unit_chunks<W>(st, sh, u, hd, start, [&](int) { return sh.s; }, [&](int chunk) {
+    unit_chunks<W, false>(st, sh, u, hd, start, [&](int) { return sh.s; }, [&](int chunk) {
         if (!begun) cluster_wait();
         begun = true;
         parts.hand_over(sh.s, chunk, hd, gate);

@@ -182,7 +182,7 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
         const auto states_of = [&](int chunk) {
             return u.chunks == 1 ? sh.s : partial_state(a, chunk, 0, u.h0);  // alone, in the place of its scores
         };
-        unit_chunks<W>(st, sh, u, hd, start, states_of, [](int) {});
+        unit_chunks<W, true>(st, sh, u, hd, start, states_of, [](int) {});
         if (u.chunks == 1) {
             store_unit(st, u, hd, sh.s);
             if (item + blocks < cut.groups) __syncthreads();  // the next unit's squares take the place of these states
@@ -191,7 +191,7 @@ template <int W, int HD> DEVICE void attention_stage(const AttentionStageArgs &s
     if (st.merges && u.chunks > 1 && item > block) merge_items<W>(st, sh, u, hd, item - blocks, blocks);
 }
 
-// 256 threads. Dynamic shared: UnitShared. For head sizes of 128, up to 128, and up to 256.
+// 256 threads. Dynamic shared: UnitShared, with st.ahead i8[CHUNK, hd] more. For head sizes of 128, up to 128, and up to 256.
 KERNEL LAUNCH_BOUNDS(UNIT_BOUND, 2) void FORM(k_attn_stage_128)(const AttentionStageArgs a) {
     DYNAMIC_SHARED(shared);
     attention_stage<8, 128>(a, shared, blockIdx.x, gridDim.x);

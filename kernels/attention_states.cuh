@@ -178,10 +178,12 @@ DEVICE void unit_rows(const AttentionStageArgs &st, const UnitShared &sh, const 
 }
 
 // The states of a unit's chunks, from slot on, each to states_of(chunk), f32[heads, hd + 4]. The first call waits (unit_rows).
-// made(chunk) is called when a chunk's states are there, behind a barrier.
-template <int W, class States, class Made>
-DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, const Unit &u, int hd, UnitStart &start,
+// made(chunk) is called when a chunk's states are there, behind a barrier. AHEAD: V of the next chunk may have a place of its
+// own (st.ahead); then it is asked for together with K, as soon as K of this one is used up.
+template <int W, bool AHEAD, class States, class Made>
+DEVICE void unit_chunks(const AttentionStageArgs &st, UnitShared sh, const Unit &u, int hd, UnitStart &start,
                         const States &states_of, const Made &made) {
+    const bool ahead = AHEAD && st.ahead;
     const AttentionArgs &a = st.attn;
     const int HS = start.HS;
     int chunk = u.slot;
@@ -190,7 +192,8 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
     UnitScales scales = unit_scales(a, u, chunk);
     UnitKeys<W> keys;
     keys.ask(a, hd, u, chunk);
-    unit_fetch(a, sh, hd, u, chunk);
+    unit_fetch(a, sh.v8, hd, u, chunk);
+    if (ahead) copy_close();
     float *states = states_of(chunk);
     settle(states);  // ahead of the wait
     unit_rows(st, sh, u, hd, start, weights, u.pos - chunk * CHUNK);
@@ -209,6 +212,10 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
             scales = unit_scales(a, u, next);
             keys.ask(a, hd, u, next);
         }
+        if (ahead) {
+            unit_fetch(a, sh.v8_ahead, hd, u, next);
+            copy_close();
+        }
         if (HS == UNIT_HEADS)
             unit_soften_all(sh);
         else if (HS == 4)
@@ -217,11 +224,20 @@ DEVICE void unit_chunks(const AttentionStageArgs &st, const UnitShared &sh, cons
             unit_soften_some<2>(sh);
         else
             unit_soften_one(sh, score);
-        copy_wait_all();  // V
+        if (ahead)
+            copy_wait_closed();  // V of this chunk
+        else
+            copy_wait_all();
         __syncthreads();
         unit_states<W>(sh, u, HS, hd, states);
         __syncthreads();
-        unit_fetch(a, sh, hd, u, next);
+        if (ahead) {
+            signed char *const free = sh.v8;
+            sh.v8 = sh.v8_ahead;
+            sh.v8_ahead = free;
+        } else {
+            unit_fetch(a, sh.v8, hd, u, next);
+        }
         made(chunk);
         chunk = next;
         if (chunk >= u.chunks) break;

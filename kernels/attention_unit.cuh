@@ -31,7 +31,8 @@ struct UnitShared {
     signed char *new_row;  // i8[2, hd]: the new K and V row
     unsigned *codes;       // of the weights of V: attention_values.cuh
     unsigned long long *exp_table;  // u64[64]: of exp_down
-    signed char *v8;       // i8[CHUNK, hd], units of 16 bytes at row_place; K is in registers (UnitKeys)
+    signed char *v8;        // i8[CHUNK, hd], units of 16 bytes at row_place; K is in registers (UnitKeys)
+    signed char *v8_ahead;  // of the next chunk, where there is room for it
     float4 *factors;       // in the place of v8, while chunks merge: f32[HS, MERGE_PITCH, 4]
 };
 
@@ -58,6 +59,7 @@ DEVICE UnitShared unit_shared(unsigned char *base, int hd) {
     sh.q8 = (signed char *)(sh.exp_table + 64);
     sh.new_row = sh.q8 + UNIT_HEADS * hd;
     sh.v8 = sh.new_row + 2 * hd;
+    sh.v8_ahead = sh.v8 + CHUNK * hd;
     sh.factors = (float4 *)sh.v8;
     return sh;
 }
@@ -119,9 +121,9 @@ template <int W> struct UnitKeys {
     }
 };
 
-// V of a chunk, if there is such a chunk, as far as it is cached, on its way to shared memory; allowed before the stage's wait,
-// because earlier steps wrote it. What lies past it has codes of 0. A lane takes a unit of 16 bytes of every `step`-th row.
-DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, const Unit &u, int chunk) {
+// V of a chunk, if there is such a chunk, as far as it is cached, on its way to v8; allowed before the stage's wait, because
+// earlier steps wrote it. What lies past it has codes of 0. A lane takes a unit of 16 bytes of every `step`-th row.
+DEVICE void unit_fetch(const AttentionArgs &a, signed char *v8, int hd, const Unit &u, int chunk) {
     const int cached = unit_cached(u, chunk);
     if (cached > 0) {
         const int units = hd / 16, rows = 32 / units, row = lane_id() / units, at = lane_id() - row * units;
@@ -135,7 +137,7 @@ DEVICE void unit_fetch(const AttentionArgs &a, const UnitShared &sh, int hd, con
         settle(turned);
 #pragma unroll 8
         for (int i = 0; i < CHUNK; i += step)
-            if (i < left) copy_async_16(sh.v8 + i * hd + ((i & 32) == 0 ? place : turned), from + (unsigned)(i * stride));
+            if (i < left) copy_async_16(v8 + i * hd + ((i & 32) == 0 ? place : turned), from + (unsigned)(i * stride));
     }
 }
 

@@ -69,7 +69,7 @@ struct AttentionStageArgs {
     int has_norm;   // 0 | 1
     int has_a8;     // 0 | 1
     int merges;     // 0 | 1: k_attn_stage merges the chunks, too
-    int reserved;
+    int ahead;      // 0 | 1: its blocks have room for V of two chunks
 };
 
 // The same by clusters.

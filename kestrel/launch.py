@@ -25,6 +25,7 @@ CHUNK = 256  # positions of an attention chunk, contract section 7
 CODES_BYTES = 8 * (32 + 4) * 16  # of eight heads in a chunk, as in kernels/attention_values.cuh
 MERGE_PITCH = 64  # f32[4] of a head that merges, as in kernels/attention_unit.cuh
 EXP_TABLE_BYTES = 8 * 64  # of a copy in shared memory
+UNIT_HEADS = 8  # query heads that a block of the attention stage takes, at most
 ATTENTION_COUNTERS = 4096  # u32 at the start of the attention workspace
 SPLIT_ROWS = 8  # passes of more rows let one block walk all chunks of a row: there are blocks enough
 LONG_TILES = 256  # of a row whose hash many blocks share, as in kernels/l2_hash.cu
@@ -75,11 +76,15 @@ class Tuning:
     attention_slots: int = 64  # blocks that share the chunks and heads of one row and KV head
     attention_threads: int = 256
     attention_blocks: int = 0  # of the attention stage; 0: one on every multiprocessor
+    attention_ahead: int = 1  # 0: blocks with many chunks have room for V of one alone
+    attention_turns: int = (
+        3  # chunks of a block, above which a multiprocessor has two blocks, if a launch merges
+    )
     attention_cluster: int = 8  # blocks that make a few chunks of a few heads together: 2, 4, 8; or 1: none
     cluster_heads: int = 4  # query heads of such a cluster, at most: 1, 2, 4, 8
     cluster_chunks: int = 8  # of 256 positions, that clusters merge, at most 32
     merge_chunks: int = 12  # of 256 positions; where there are more, they are merged in a launch of their own
-    merge_threads: int = 128  # of such a launch
+    merge_threads: int = 256  # of such a launch, at most 256: as many chunks go by at a time
     router_threads: int = 128
     argmax_threads: int = 256
     argmax_blocks: int = 64  # of one row, at most
@@ -506,13 +511,21 @@ class MergeBy(IntEnum):
     cluster = 1  # only for as many as ``Tuning.cluster_chunks``
     last_block = 2
     launch = 3
+    launch_double = 4  # states by two blocks on a multiprocessor
 
 
-def merge_by(position: int, tuning: Tuning) -> MergeBy:
-    """The fastest way at ``position``. All but ``cluster`` are right at any position."""
+def head_groups(ops: Sequence[Op]) -> int:
+    """Runs of up to eight query heads of one KV head in the attention of ``ops``, each a block's; 0: none."""
+    attn: Any = next((op.args for op in ops if op.name == "attention"), None)
+    return 0 if attn is None else attn.nkv * _ceil(attn.nh // attn.nkv, UNIT_HEADS)
+
+
+def merge_by(position: int, tuning: Tuning, groups: int) -> MergeBy:
+    """The fastest way at ``position``, by ``head_groups``. All but ``cluster`` are right at any position."""
     t, chunks = tuning, position // CHUNK + 1
     if chunks > t.merge_chunks:
-        return MergeBy.launch
+        blocks = max(t.sms // max(groups, 1), 1)  # of a group, with one on each multiprocessor
+        return MergeBy.launch if chunks <= t.attention_turns * blocks else MergeBy.launch_double
     if min(t.attention_cluster, t.max_cluster) > 1 and 1 < chunks <= min(t.cluster_chunks, CLUSTER_CHUNKS):
         return MergeBy.cluster
     return MergeBy.nobody if chunks == 1 else MergeBy.last_block

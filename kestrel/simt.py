@@ -23,6 +23,7 @@ from kestrel.launch import (
     Tuning,
     attention_work_bytes,
     check_head_dim,
+    head_groups,
     launches,
     merge_by,
     plan,
@@ -68,7 +69,7 @@ class SimtProgram:
     def _whole(self) -> list[Launch]:
         """The plan for the backend's position, made when first wanted."""
         backend = self._backend
-        way = merge_by(backend.position, backend.tuning)
+        way = merge_by(backend.position, backend.tuning, head_groups(self._ops))
         if way not in self._plans:
             planned = plan(self._ops, backend.mode, backend.tuning, backend.position)
             self._plans[way] = planned.in_line(late=backend.seed % 2 == 1)

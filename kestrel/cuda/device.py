@@ -30,6 +30,7 @@ from kestrel.launch import (
     Tuning,
     attention_work_bytes,
     check_head_dim,
+    head_groups,
     launches,
     merge_by,
     plan,
@@ -192,9 +193,11 @@ class CudaProgram:
         self._single: dict[int, list[PreparedLaunch]] = {}  # of op number, made when a part is run
         rows = next((int(op.args.M) for op in ops if op.name == "embed"), 0)
 
+        groups = head_groups(ops)
+
         # Not methods: a program that held itself would keep its memory until the next collection.
         def way(position: int) -> MergeBy:
-            return merge_by(position, backend.tuning) if rows == 1 else MergeBy.last_block
+            return merge_by(position, backend.tuning, groups) if rows == 1 else MergeBy.last_block
 
         def planned(position: int, ops: Sequence[Op] = self._ops) -> Plan:
             return plan(ops, backend.mode, backend.tuning, position)

@@ -81,7 +81,7 @@ AttentionStageArgs = _struct(
     ("has_norm", ctypes.c_int32),
     ("has_a8", ctypes.c_int32),
     ("merges", ctypes.c_int32),
-    ("reserved", ctypes.c_int32),
+    ("ahead", ctypes.c_int32),
 )
 AttentionClusterArgs = _struct(
     "AttentionClusterArgs",

@@ -19,6 +19,7 @@ from kestrel.launch import (
     attention_merge_shared_bytes,
     attention_stage_shared_bytes,
     check_head_dim,
+    head_groups,
     merge_by,
 )
 from kestrel.ops import Op
@@ -41,10 +42,9 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
     shared = attention_stage_shared_bytes(attn.hd)
     if shared > t.shared_limit - STATIC_SHARED or attn.nh > ATTENTION_COUNTERS:  # one for a group of heads
         return None
-    way = merge_by(position, t)
-    args = AttentionStageArgs(
-        rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2), merges=int(way != MergeBy.launch)
-    )
+    way = merge_by(position, t, head_groups(ops))
+    merges = way not in (MergeBy.launch, MergeBy.launch_double)
+    args = AttentionStageArgs(rope=rope, kv=kv, attn=attn, has_norm=int(norms == 2), merges=int(merges))
     if norms:
         q_norm, k_norm = ops[0].args, ops[1].args
         if q_norm.x != q or q_norm.heads != attn.nh or k_norm.x != kv.k or k_norm.heads != attn.nkv:
@@ -67,11 +67,14 @@ def attention(ops: Sequence[Op], t: Tuning, position: int) -> Stage | None:
 
     any_size, common_size, wide = ATTENTION_STAGES
     kernel = common_size if attn.hd == 128 else any_size if attn.hd < 128 else wide
-    found = [Launch(kernel, (t.attention_blocks or t.sms, 1, 1), (CHUNK, 1, 1), shared, args)]
+    more = CHUNK * attn.hd
+    args.ahead = int(t.attention_ahead and not merges and shared + more <= t.shared_limit - STATIC_SHARED)
+    blocks = t.attention_blocks or t.sms * (2 if way == MergeBy.launch_double else 1)
+    found = [Launch(kernel, (blocks, 1, 1), (CHUNK, 1, 1), shared + args.ahead * more, args)]
     clustered = _clustered(args, shared, t) if way == MergeBy.cluster else None
     if clustered is not None:
         found = [clustered]
-    elif not args.merges:
+    elif not merges:
         grid, threads = (ceil(attn.hd, 32), attn.nh, 1), (t.merge_threads, 1, 1)
         found.append(
             Launch("k_attn_merge", grid, threads, attention_merge_shared_bytes(t.merge_threads), args)

@@ -174,14 +174,19 @@ def test_the_fast_form_means_the_same(position: int, head_dim: int) -> None:
 
 def test_ways() -> None:
     t = Tuning(cluster_chunks=3, merge_chunks=5)
-    ways = [merge_by(chunk * CHUNK + at, t) for chunk in range(7) for at in (0, CHUNK - 1)]
+    ways = [merge_by(chunk * CHUNK + at, t, 4) for chunk in range(7) for at in (0, CHUNK - 1)]
     one, some, few, many = MergeBy.nobody, MergeBy.cluster, MergeBy.last_block, MergeBy.launch
     assert ways == [one] * 2 + [some] * 4 + [few] * 4 + [many] * 4
     for without in (Tuning(max_cluster=1), Tuning(attention_cluster=1), Tuning(cluster_chunks=1)):
-        assert [merge_by(at, without) for at in (255, 256, 3071, 3072)] == [one, few, few, many]
-    assert merge_by(0, Tuning(merge_chunks=0)) == many
+        assert [merge_by(at, without, 4) for at in (255, 256, 3071, 3072)] == [one, few, few, many]
+    assert merge_by(0, Tuning(merge_chunks=0), 4) == many
     wide = Tuning(cluster_chunks=100, merge_chunks=100)
-    assert [merge_by(chunks * CHUNK - 1, wide) for chunks in (32, 33)] == [some, few]
+    assert [merge_by(chunks * CHUNK - 1, wide, 4) for chunks in (32, 33)] == [some, few]
+    deep = Tuning(sms=132, attention_turns=3)
+    double = MergeBy.launch_double
+    for groups, most in ((4, 99), (8, 48), (133, 13)):  # three chunks to each of 33, 16, 1 blocks
+        found = [merge_by(chunks * CHUNK - 1, deep, groups) for chunks in (13, most, max(most, 13) + 1)]
+        assert found == [double if groups == 133 else many, double if groups == 133 else many, double]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 144])

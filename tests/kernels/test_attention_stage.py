@@ -69,6 +69,7 @@ def compare(
     spoil_values: Any = None,
     repeat: int = 1,
     merge_chunks: int = 1 << 20,
+    ahead: int = 1,
     **shape: Any,
 ) -> None:
     """``spoil``: position and K scale of it, or V scale; ``merge_chunks``: 0 for a launch that merges."""
@@ -84,6 +85,7 @@ def compare(
         attention_blocks=blocks,
         merge_threads=32 + 32 * (seed % 4),
         merge_chunks=merge_chunks,
+        attention_ahead=ahead,
         attention_cluster=1,
     )
     backend = SimtBackend(tuning=tuning, seed=seed)
@@ -102,6 +104,16 @@ def test_positions(position: int, order: str, merge_chunks: int) -> None:
 def test_cuts(blocks: int, heads: tuple[int, int]) -> None:
     """One to eight heads a unit, more units than blocks, more than eight heads to a KV head."""
     compare(700, blocks=blocks, seed=blocks, heads=heads[0], kv_heads=heads[1], head_dim=16)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 144])
+def test_blocks_with_several_chunks_and_a_launch_that_merges(blocks: int, head_dim: int, ahead: int) -> None:
+    """V of a block's next chunk comes while one is computed; the new row is in the last one."""
+    for seed, position in enumerate((767, 768, 1100, 1535)):
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": head_dim}
+        compare(position, blocks=blocks, seed=seed, merge_chunks=0, ahead=ahead, **shape)
 
 
 @pytest.mark.parametrize("seed", range(1, 9))
