@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kestrel.backend import Buffer
 from kestrel.config import ModelConfig
 from kestrel.cuda import compile as nvrtc
+from kestrel.cuda.copies import Copy
 from kestrel.cuda.environment import load_cupy, open_device
 from kestrel.cuda.feedback import GreedyLoop
 from kestrel.cuda.graph import Replays
@@ -120,12 +121,14 @@ class Kernels:
 
         self._driver = driver
         self._carveout = carveout
+        self._copy = Copy()
+        self._released = weakref.finalize(self, self._copy.release)
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, Any]] = {}
         sources = sources or kernel_sources()
         wanted = nvrtc.units(sources, exact=True, fast=fast)
         for unit, path in nvrtc.cubin_paths(wanted, architecture, sources).items():
-            module = cupy.RawModule(path=str(path))
+            module = cupy.RawModule(path=self._copy.path(path))
             for name in nvrtc.kernels_in(path.read_bytes()):
                 if name.endswith("_fast") == unit.fast:
                     self._modules[name] = module
@@ -133,6 +136,10 @@ class Kernels:
     @property
     def names(self) -> list[str]:
         return sorted(self._modules)
+
+    def release(self) -> None:
+        """Let another backend have this copy of the kernels: none of them runs by now, or will."""
+        self._released()
 
     def function(self, name: str, shared_bytes: int) -> Any:
         """The driver's handle of a kernel, allowed to take ``shared_bytes`` of dynamic shared memory."""
@@ -388,6 +395,7 @@ class CudaBackend:
         self._closed = True
         for buffer in list(self._buffers):
             buffer.memory = None
+        self._kernels.release()
         with self._device():
             self._memory.release()
 

@@ -248,7 +248,7 @@ def test_scales_of_values(position: int, place: Any, value: float) -> None:
 
 @pytest.mark.parametrize("wtype", list(WType))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("position", [0, 700, 1 << 20])
+@pytest.mark.parametrize("position", [0, 700, 4000, 1 << 20])
 @pytest.mark.parametrize("taps", ["off", "extended"])
 def test_what_follows_a_kernel_that_starts_the_next_one_first(
     family: str, wtype: WType, position: int, taps: Any
@@ -267,7 +267,8 @@ def test_what_follows_a_kernel_that_starts_the_next_one_first(
         assert ("k_attn_merge" in names) == (position > 700)
         assert ("k_attn_cluster" in names) == (position == 700)
         stages = [launch for launch in found.main if launch.kernel.startswith("k_attn_stage")]
-        assert {launch.grid for launch in stages} == ({(Tuning().sms, 1, 1)} if position != 700 else set())
+        blocks = Tuning().sms * (2 if position == 1 << 20 else 1)
+        assert {launch.grid for launch in stages} == ({(blocks, 1, 1)} if position != 700 else set())
         following = {after for before, after in itertools.pairwise(names) if before in STARTS_NEXT_FIRST}
         assert following
         assert not following & READS_TWO_BEFORE
