@@ -29,8 +29,8 @@ native: $(STAMP) ## build the native modules in place (only what changed); _simt
 demo: setup ## fetch SmolLM2-135M-Instruct, convert it, and answer a prompt
 	$(BIN)/python -m kestrel.demo -p "Explain in two sentences why the sky is blue." -n 96
 
-test: setup ## the whole test suite; GPU tests skip where there is none
-	$(BIN)/python -m pytest -q
+test: setup ## the whole test suite, by as many processes as there are CPUs (up to 8); GPU tests skip where there is none
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 lint: setup ## ruff, formatting, types
 	$(BIN)/ruff check .
